@@ -52,7 +52,7 @@ def threads():
 
 
 def serve(root: Path, body: str, *, before: str = "") -> str:
-    """Run `body` in a serving process: `load(toy)` gives a toy's function, `x`, `out` are tensors; returns what it prints."""
+    """Run `body` in a serving process: `load(toy)` gives a function, `right(function)` checks it; its output."""
     script = f"""
 import ctypes, os, sys, threading
 from pathlib import Path
