@@ -167,7 +167,8 @@ def append_block(
         body: called with the buffers by name and the axes by name; gives the block's statement, what it reads and writes.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
-    root = func.body.block
+    computed = isinstance(func.body, SBlockRealize)  # else there are parameters only
+    root = func.body.block if computed else SBlock([], [], [], "root", func.body)
     loops = {axis: tirx.Var(f"{name}_{axis}", "int64") for axis in extents}
     axes = {axis: tirx.Var(f"v_{axis}", "int64") for axis in extents}
     stmt, reads, writes = body(buffers, axes)
@@ -188,7 +189,7 @@ def append_block(
         root.reads,
         root.writes,
         root.name_hint,
-        tirx.SeqStmt([root.body, nest]),
+        tirx.SeqStmt([root.body, nest]) if computed else nest,
         root.init,
         [*root.alloc_buffers, *(buffers[n] for n in internal)],
         root.match_buffers,
