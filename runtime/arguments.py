@@ -5,7 +5,7 @@ The plain checks run in every call, so they compare first and build a message on
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from tilewright.runtime.planner import OFF
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
 FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
-_INTEGERS = (torch.int32, torch.int64)
 _FP8_LATER = "fp8 KV caches are not served yet; their home is a kv dtype of the workload (schedules/workload.py)"
 
 
@@ -24,19 +23,30 @@ def dtype_name(q: Tensor) -> str:
     Raises:
         TypeError: no kernel takes it.
     """
-    name = DTYPES.get(q.dtype)
+    name = DTYPES.get(q.dtype) if isinstance(q, Tensor) else None
     if name is None:
+        if not isinstance(q, Tensor):
+            raise TypeError(f"q: got {type(q).__name__}, expected a torch.Tensor")
         raise TypeError(f"q: got {q.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
     return name
 
 
-def _wrong_shape(name: str, got: Any, shape: tuple[int | None, ...]) -> NoReturn:
-    wanted = ", ".join("any" if size is None else str(size) for size in shape)
-    raise ValueError(f"{name}: got shape {list(got)}, expected [{wanted}]")
+def sizes(name: str, tensor: Tensor, rank: int) -> torch.Size:
+    """The shape of a tensor of the given rank.
+
+    Raises:
+        TypeError: not a tensor. ValueError: another rank.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    shape = tensor.shape
+    if len(shape) != rank:
+        raise ValueError(f"{name}: got shape {list(shape)}, expected {rank} dimensions")
+    return shape
 
 
-def expect(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Shape (None = any size), dtype and device of a tensor.
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Shape, dtype and device of a tensor.
 
     Raises:
         TypeError: not a tensor, or another dtype. NotImplementedError: fp8.
@@ -48,31 +58,32 @@ def expect(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torc
         if tensor.dtype in FP8:
             raise NotImplementedError(f"{name}: got {tensor.dtype}; {_FP8_LATER}")
         raise TypeError(f"{name}: got {tensor.dtype}, expected {dtype}")
-    got = tensor.shape
-    if len(got) != len(shape):
-        _wrong_shape(name, got, shape)
-    for size, wanted in zip(got, shape, strict=True):
-        if size != wanted and wanted is not None:
-            _wrong_shape(name, got, shape)
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
 
 
-def expect_index(name: str, tensor: Tensor, shape: tuple[int | None, ...], device: torch.device) -> None:
+def expect_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """As `expect`, for int32 or int64."""
-    if isinstance(tensor, Tensor) and tensor.dtype not in _INTEGERS:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32:
         raise TypeError(f"{name}: got {tensor.dtype}, expected torch.int32 or torch.int64")
-    expect(name, tensor, shape, tensor.dtype, device)
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """An input as the kernels read it: any strides, last dimension dense; a copy only where it is not."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
 def expect_writable(name: str, tensor: Tensor) -> None:
     """A tensor that a kernel writes must be addressable as it is: a copy would not reach the caller."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{name}: got strides {list(tensor.stride())}, expected a dense last dimension (it is written in place)"
         )

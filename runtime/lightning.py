@@ -20,6 +20,7 @@ from tilewright.runtime.arguments import (
     expect_writable,
     inference_only,
     narrow,
+    sizes,
 )
 from tilewright.runtime.dispatch import kernel
 
@@ -184,16 +185,18 @@ def _expect_common(
     """Check what both phases share; the workload's dtype."""
     dtype = dtype_name(q)
     device = q.device
-    expect("q", q, (None, None, None), q.dtype, device)
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = sizes("q", q, 3)
+    dim_vo = sizes("v", v, 3)[2]
+    slots = sizes("state", state, 4)[0]
+    (batch,) = sizes("state_indices", state_indices, 1)
     expect("k", k, (tokens, heads, dim), q.dtype, device)
-    expect("v", v, (tokens, heads, None), q.dtype, device)
-    expect("state", state, (None, heads, dim, v.shape[2]), torch.float32, device)
+    expect("v", v, (tokens, heads, dim_vo), q.dtype, device)
+    expect("state", state, (slots, heads, dim, dim_vo), torch.float32, device)
     if state.shape[0] and not state[0].is_contiguous():
         raise ValueError(f"state: got strides {list(state.stride())}, expected dense slots (only the first is free)")
-    expect_index("state_indices", state_indices, (None,), device)
+    expect_index("state_indices", state_indices, (batch,), device)
     expect("slopes", slopes, (heads,), torch.float32, device)
     if out is not None:
-        expect("out", out, (tokens, heads, v.shape[2]), q.dtype, device)
+        expect("out", out, (tokens, heads, dim_vo), q.dtype, device)
         expect_writable("out", out)
     return dtype

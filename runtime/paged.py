@@ -25,6 +25,7 @@ from tilewright.runtime.arguments import (
     kernel_window,
     narrow,
     refuse_later_options,
+    sizes,
 )
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.plan import Plan, PlanBuffers, plan_decode, plan_extend
@@ -108,7 +109,8 @@ def decode_attention(
         NotImplementedError: an option that is not served yet.
         MissingModuleError: no built kernel serves the sizes.
     """
-    refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    if k_scale is not None or v_scale is not None:
+        refuse_later_options(k_scale=k_scale, v_scale=v_scale)
     if torch.compiler.is_compiling():
         from tilewright.runtime import ops
 
@@ -252,29 +254,29 @@ def run(
     # -- shapes, dtypes, devices
     dtype = dtype_name(q)
     torch_dtype, device = q.dtype, q.device
-    expect("q", q, (None, None, None), torch_dtype, device)
-    tokens, num_qo_heads, dim = q.shape
-    expect_index("req_pool_indices", req_pool_indices, (None,), device)
-    (batch,) = req_pool_indices.shape
+    tokens, num_qo_heads, dim = sizes("q", q, 3)
+    (batch,) = sizes("req_pool_indices", req_pool_indices, 1)
+    expect_index("req_pool_indices", req_pool_indices, (batch,), device)
+    slots, num_kv_heads, buffer_dim = sizes("k_buffer", k_buffer, 3)
+    _, _, dim_vo = sizes("v_buffer", v_buffer, 3)
     from_pool = k_new is None or v_new is None
-    if k_new is None or v_new is None:
-        expect("k_buffer", k_buffer, (None, None, dim), torch_dtype, device)
-        slots, num_kv_heads, _ = k_buffer.shape
-        expect("v_buffer", v_buffer, (slots, num_kv_heads, None), torch_dtype, device)
-        dim_vo = v_buffer.shape[2]
-        new_only = False
+    new_only = False
+    if k_new is not None and v_new is not None:
+        buffer_heads, buffer_dim_vo = num_kv_heads, dim_vo
+        new_rows, num_kv_heads, _ = sizes("k", k_new, 3)
+        _, _, dim_vo = sizes("v", v_new, 3)
+        expect("k", k_new, (new_rows, num_kv_heads, dim), torch_dtype, device)
+        expect("v", v_new, (new_rows, num_kv_heads, dim_vo), torch_dtype, device)
+        new_only = (buffer_heads, buffer_dim, buffer_dim_vo) != (num_kv_heads, dim, dim_vo)
+    if new_only:
+        expect("k_buffer", k_buffer, tuple(k_buffer.shape), torch_dtype, device)
+        expect("v_buffer", v_buffer, tuple(v_buffer.shape), torch_dtype, device)
     else:
-        expect("k", k_new, (None, None, dim), torch_dtype, device)
-        new_rows, num_kv_heads, _ = k_new.shape
-        expect("v", v_new, (new_rows, num_kv_heads, None), torch_dtype, device)
-        dim_vo = v_new.shape[2]
-        expect("k_buffer", k_buffer, (None, None, None), torch_dtype, device)
-        slots = k_buffer.shape[0]
-        expect("v_buffer", v_buffer, (slots, None, None), torch_dtype, device)
-        new_only = k_buffer.shape[1:] != k_new.shape[1:] or v_buffer.shape[1:] != v_new.shape[1:]
+        expect("k_buffer", k_buffer, (slots, num_kv_heads, dim), torch_dtype, device)
+        expect("v_buffer", v_buffer, (slots, num_kv_heads, dim_vo), torch_dtype, device)
     if not num_kv_heads or not num_qo_heads or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: got {num_qo_heads} heads, expected a multiple of the {num_kv_heads} KV heads")
-    expect_index("req_to_token", req_to_token, (None, None), device)
+    expect_index("req_to_token", req_to_token, sizes("req_to_token", req_to_token, 2), device)
     expect_index("seq_lens", seq_lens, (batch,), device)
     if extend_seq_lens is not None:
         expect_index("extend_seq_lens", extend_seq_lens, (batch,), device)
@@ -504,16 +506,17 @@ def write_kv(
         ops.write_kv(k, v, k_buffer, v_buffer, loc)
         return
     dtype = dtype_name(k)
-    expect("k", k, (None, None, None), k.dtype, k.device)
-    tokens, heads, dim = k.shape
-    expect("v", v, (tokens, heads, None), k.dtype, k.device)
-    expect("k_buffer", k_buffer, (None, heads, dim), k.dtype, k.device)
-    expect("v_buffer", v_buffer, (k_buffer.shape[0], heads, v.shape[2]), k.dtype, k.device)
+    tokens, heads, dim = sizes("k", k, 3)
+    dim_vo = sizes("v", v, 3)[2]
+    slots = sizes("k_buffer", k_buffer, 3)[0]
+    expect("v", v, (tokens, heads, dim_vo), k.dtype, k.device)
+    expect("k_buffer", k_buffer, (slots, heads, dim), k.dtype, k.device)
+    expect("v_buffer", v_buffer, (slots, heads, dim_vo), k.dtype, k.device)
     expect_index("loc", loc, (tokens,), k.device)
     expect_writable("k_buffer", k_buffer)
     expect_writable("v_buffer", v_buffer)
     if env.CHECK.get():
-        checked.check_loc(loc, k_buffer.shape[0])
+        checked.check_loc(loc, slots)
     if tokens:
         _write(dtype, inference_only("k", k), inference_only("v", v), k_buffer, v_buffer, loc)
 
@@ -540,8 +543,7 @@ def merge_states(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         ValueError, TypeError, MissingModuleError: as `decode_attention`.
     """
     dtype = dtype_name(o)
-    expect("o", o, (None, None, None, None), o.dtype, o.device)
-    states, tokens, heads, dim = o.shape
+    states, tokens, heads, dim = sizes("o", o, 4)
     expect("lse", lse, (states, tokens, heads), torch.float32, o.device)
     if not states:
         raise ValueError("o: got 0 states, expected at least one in dimension 0")
@@ -584,8 +586,8 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple
     Raises:
         ValueError, TypeError, MissingModuleError: as `decode_attention`.
     """
-    expect("o_a", o_a, (None, None, None), o_a.dtype, o_a.device)
-    expect("lse_a", lse_a, tuple(o_a.shape[:2]), torch.float32, o_a.device)
-    expect("o_b", o_b, tuple(o_a.shape), o_a.dtype, o_a.device)
-    expect("lse_b", lse_b, tuple(o_a.shape[:2]), torch.float32, o_a.device)
+    tokens, heads, dim = sizes("o_a", o_a, 3)
+    expect("lse_a", lse_a, (tokens, heads), torch.float32, o_a.device)
+    expect("o_b", o_b, (tokens, heads, dim), o_a.dtype, o_a.device)
+    expect("lse_b", lse_b, (tokens, heads), torch.float32, o_a.device)
     return merge_states(torch.stack((o_a, o_b)), torch.stack((lse_a, lse_b)))

@@ -354,11 +354,12 @@ def test_plan_arguments(arguments, message):
 
 WRONG = [
     ("q", lambda x: x[0], ValueError, r"q: got shape \[4, 8\]"),
+    ("q", lambda x: None, TypeError, "q: got NoneType"),
     ("q", lambda x: x[:1], ValueError, "q: got 1 rows, expected one per request"),
     ("q", lambda x: x[:, :3], ValueError, "q: got 3 heads, expected a multiple of the 2 KV heads"),
     ("q", lambda x: x.double(), TypeError, "q: got torch.float64"),
     ("q", lambda x: x.half(), TypeError, "k_buffer: got torch.float32, expected torch.float16"),
-    ("q", lambda x: x[..., :7], ValueError, r"k_buffer: got shape .* expected \[any, any, 7\]"),
+    ("q", lambda x: x[..., :7], ValueError, r"k_buffer: got shape \[22, 2, 8\], expected \[22, 2, 7\]"),
     ("q", lambda x: x.requires_grad_(), ValueError, "q: requires a gradient"),
     ("k_buffer", lambda x: x.to(torch.float8_e4m3fn), NotImplementedError, "k_buffer.*fp8"),
     ("k_buffer", lambda x: x.to("meta"), ValueError, "k_buffer: got device meta"),
