@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tilewright.runtime.planner import OFF
+from torch import Tensor
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
 FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
@@ -89,13 +88,13 @@ def expect_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def inference_only(name: str, tensor: Any) -> Any:
-    """A tensor (or None) without its gradient.
+def inference_only(name: str, tensor: Tensor) -> Tensor:
+    """A tensor without its gradient.
 
     Raises:
         ValueError: a gradient would be lost.
     """
-    if tensor is None or not tensor.requires_grad:
+    if not tensor.requires_grad:
         return tensor
     if torch.is_grad_enabled():
         raise ValueError(f"{name}: requires a gradient, and there is no backward pass: call under torch.no_grad()")

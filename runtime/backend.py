@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tilewright.runtime.forward_batch import ForwardMode, served_mode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+from torch import Tensor
 
 
 class AttentionBackend:
     """What every backend inherits: upstream's attributes with its defaults, and the dispatch by forward mode.
 
-    A subclass fills `forward_metadata` in `init_forward_metadata_out_graph` (host code allowed, once per forward, before
-    layer 0) and implements `forward_decode` and `forward_extend`.
+    A subclass fills `forward_metadata` in `init_forward_metadata_out_graph` (host code allowed, once per forward,
+    before layer 0) and implements `forward_decode` and `forward_extend`.
     """
 
     prefill_attention_backend_str: str | None = None
@@ -126,9 +125,9 @@ class PagedMetadata:
 class PagedAttentionBackend(AttentionBackend):
     """Paged softmax attention behind the upstream interface, on every target.
 
-    Serves IDLE, DECODE, EXTEND and MIXED; sliding windows, soft-cap, sinks, cross attention, encoder-only layers, layers
-    that share another layer's KV (k = v = None). Follows the upstream CPU backend, with its faults mended: the cap
-    applies in extend too, empty rows are zeros, windows are exact, save_kv_cache=False is honoured in decode.
+    Serves IDLE, DECODE, EXTEND and MIXED; sliding windows, soft-cap, sinks, cross attention, encoder-only layers,
+    layers that share another layer's KV (k = v = None). Follows the upstream CPU backend, with its faults mended: the
+    cap applies in extend too, empty rows are zeros, windows are exact, save_kv_cache=False is honoured in decode.
     """
 
     def __init__(self, model_runner: Any, *, batch_invariant: bool = False) -> None:
@@ -149,9 +148,7 @@ class PagedAttentionBackend(AttentionBackend):
         self.batch_invariant = batch_invariant
         self.forward_metadata: PagedMetadata | None = None
         if hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa"):
-            raise NotImplementedError(
-                "token_to_kv_pool: a pool with separate sliding-window slots is not served yet (needs a table of its own)"
-            )
+            raise NotImplementedError("token_to_kv_pool: a pool with separate sliding-window slots is not served yet")
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Read the lengths of the batch, once for all layers."""

@@ -8,9 +8,8 @@ that a window hides, slots of new rows) may hold anything.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
-
 from tilewright.runtime.planner import OFF, Lengths
+from torch import Tensor
 
 
 def _host(index: Tensor) -> np.ndarray:

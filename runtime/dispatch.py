@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache
 
 from tilewright.runtime import env, store
 from tilewright.runtime.errors import MissingModuleError
@@ -28,7 +28,7 @@ class Kernel:
         self.tiling = Tiling(plan["block_q"], plan["chunk"], plan["min_split"]) if plan else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(
     operator: str, dtype: str, group: int | None = None, head_dim_qk: int | None = None, head_dim_vo: int | None = None
 ) -> Kernel:

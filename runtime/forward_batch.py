@@ -1,6 +1,6 @@
 """What a model hands to an attention backend, in SGLang's terms, for use without SGLang.
 
-The backends take any objects with these attributes; SGLang's own ForwardBatch, ForwardMode and RadixAttention have them.
+The backends take any objects with these attributes; SGLang's own ForwardBatch, ForwardMode and RadixAttention do.
 """
 
 from __future__ import annotations

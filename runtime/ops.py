@@ -1,8 +1,8 @@
 """The public functions as torch.library operators, so that torch.compile sees them as opaque.
 
-All are out-variants: they return nothing, and the schema says what they write. Eager code does not come here; the public
-functions call these wrappers only while a graph is traced. A plan enters a graph as its number (`Plan.handle`): the
-graph must not outlive the plan.
+All are out-variants: they return nothing, and the schema says what they write. Eager code does not come here; the
+public functions call these wrappers only while a graph is traced. A plan enters a graph as its number (`Plan.handle`):
+the graph must not outlive the plan.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-
-from tilewright.runtime import lightning, paged
+from tilewright.runtime import lightning, paged, paged_call
 from tilewright.runtime.arguments import dtype_name
 from tilewright.runtime.plan import Plan
+from torch import Tensor
 
 _NO_PLAN = -1
 _library = torch.library.Library("tilewright", "DEF")
@@ -54,7 +53,7 @@ def _decode_attention(
     q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, sinks, kv_start, kv_lens, out, lse, sm_scale,
     logit_cap, window, page_size, batch_invariant, plan,
 ):  # fmt: skip
-    paged.run(
+    paged_call.run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None, sm_scale=sm_scale,
         causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=(None, None, None), kv_start=kv_start,
         kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False, batch_invariant=batch_invariant,
@@ -71,7 +70,7 @@ def _extend_attention(
     q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, causal,
     sinks, kv_start, kv_lens, out, lse, sm_scale, logit_cap, window, page_size, batch_invariant, plan,
 ):  # fmt: skip
-    paged.run(
+    paged_call.run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
         sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=(None, None, None),
         kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tilewright.runtime.arguments import narrow
 from tilewright.runtime.planner import (
     ITEM_COLUMNS,
@@ -21,6 +19,7 @@ from tilewright.runtime.planner import (
     WorkList,
     make_work,
 )
+from torch import Tensor
 
 # Converted index tensors that one plan remembers: a call has at most eight, layers pass the same ones.
 _REMEMBERED = 16
@@ -127,7 +126,7 @@ class Plan:
     """
 
     _handles = itertools.count()
-    by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+    by_handle: ClassVar[weakref.WeakValueDictionary[int, Plan]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -244,9 +243,8 @@ class Plan:
         needed = (len(work.items), len(work.rows), work.partials)
         if any(need > have for need, have in zip(needed, self._given.capacity, strict=True)):
             raise ValueError(
-                "buffers: too small for this batch: (items, rows, partials) got {}, needed {}".format(
-                    self._given.capacity, needed
-                )
+                f"buffers: too small for this batch: (items, rows, partials) got {self._given.capacity}, "
+                f"needed {needed}"
             )
 
     def _store(self, key: tuple[Tiling, int, bool], work: WorkList) -> DeviceWork:
@@ -389,7 +387,7 @@ def plan_extend(
     batch_invariant: bool = False,
     buffers: PlanBuffers | None = None,
 ) -> Plan:
-    """Plan `extend_attention` for a batch; arguments as in `plan_decode`, and:
+    """Plan `extend_attention` for a batch.
 
     Args:
         seq_lens: [B] prefix + new tokens of each request (cross attention: give kv_lens here, and causal=False).

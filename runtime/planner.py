@@ -85,7 +85,7 @@ def _longest_thread(unit_costs: Ints, units: int, threads: int, mean: float) -> 
     loads = [0] * threads
     for cost in np.repeat(large, units).tolist():
         heapq.heapreplace(loads, loads[0] + cost)
-    return max(max(loads), mean)
+    return max(*loads, mean)
 
 
 def _pieces(lengths: Ints, size: Ints, min_split: int) -> Ints:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tilewright.runtime.paged import write_kv
+from torch import Tensor
 
 
 class _FreeList:
@@ -208,7 +207,7 @@ class StatePool:
             ValueError: the layer has none.
         """
         if layer_id not in self._layers:
-            raise ValueError(f"layer_id: got {layer_id}, expected a linear-attention layer, one of {list(self._layers)}")
+            raise ValueError(f"layer_id: got {layer_id}, expected a layer with states, one of {list(self._layers)}")
         return self._layers[layer_id]
 
 
@@ -219,9 +218,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         req_index_to_mamba_index_mapping: [size + 1] int32, row of the table -> state slot; 0 where not allocated.
     """
 
-    def __init__(
-        self, size: int, max_context_len: int, states: StatePool, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, size: int, max_context_len: int, states: StatePool, device: torch.device | str = "cpu") -> None:
         super().__init__(size, max_context_len, device)
         self.states = states
         self.req_index_to_mamba_index_mapping = torch.zeros(size + 1, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The kernel interface (docs/kernel-abi.md) executed literally: every operator as a slow function of the same arguments.
+"""The kernel interface (docs/kernel-abi.md) executed literally: every operator, slowly, of the same arguments.
 
 It is the executable form of the document: the planner's items run through it against the oracles, and it stands in for
 modules where a test is about the host side. float64 inside, rounded once to the output's dtype; f32 partial states.

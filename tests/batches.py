@@ -1,4 +1,4 @@
-"""Makers of ragged batches as serving has them: permuted tables, slots in no order, everything unused poisoned with NaN."""
+"""Makers of ragged batches as serving has them: permuted tables, slots in no order, NaN in all that is unused."""
 
 from __future__ import annotations
 
@@ -171,9 +171,7 @@ def make_lightning_batch(
     slots = 1 + torch.randperm(batch + spare_slots, generator=generator)[:batch]
     state = poisoned(1 + batch + spare_slots, num_heads, dim, dim_vo)
     state[slots] = 0.05 * torch.randn((batch, num_heads, dim, dim_vo), generator=generator)
-    q, k, v = (
-        torch.randn((tokens, num_heads, size), generator=generator).to(dtype) for size in (dim, dim, dim_vo)
-    )
+    q, k, v = (torch.randn((tokens, num_heads, size), generator=generator).to(dtype) for size in (dim, dim, dim_vo))
     return LightningBatch(
         q=q,
         k=k,

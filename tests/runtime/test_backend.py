@@ -273,7 +273,7 @@ def test_pools_that_are_not_served(model):
 def test_base_class_leaves_the_phases_open():
     backend = AttentionBackend()
     for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
-        with pytest.raises(NotImplementedError, match="AttentionBackend.forward"):
+        with pytest.raises(NotImplementedError, match=r"AttentionBackend\.forward"):
             backend.forward(torch.zeros(1, 1), None, None, layer(), SimpleNamespace(forward_mode=mode))
 
 
@@ -312,7 +312,7 @@ def recurrence(state, q, k, v, rates, scale):
 
 @pytest.mark.parametrize("linear_backend", ["seg_la", "minimax"])
 def test_lightning_batch(model, linear_backend):
-    """Chunked extends, a decode, a mixed step: outputs and states equal one pass of the recurrence (casebook L08, L13)."""
+    """Chunked extends, a decode, a mixed step: outputs and states equal the recurrence (casebook L08, L13)."""
     states = StatePool(4, layer_ids=[0, 2], head_num=H, head_dim=DK, v_head_dim=DK)
     for one in (0, 2):
         states.layer(one).temporal.fill_(1e3)  # what other requests left behind

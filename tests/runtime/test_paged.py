@@ -374,7 +374,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=[row[3] for row in WRONG])
 def test_wrong_tensors(model, name, change, error, message):
     batch = make_decode_batch([5, 9])
     setattr(batch, name, change(getattr(batch, name)))
@@ -506,11 +506,11 @@ def test_batch_invariant_items(use_model, monkeypatch):
 
 
 def test_host_overhead(monkeypatch):
-    """One decode call at batch 1 with plan= and out= costs the host little; the best of several rounds, a wide bound."""
+    """One decode call at batch 1 with plan= and out= costs the host little (best of rounds, a wide bound)."""
     batch = make_decode_batch([5], num_qo_heads=32, num_kv_heads=8, dim=128, dtype=torch.bfloat16)
     kernel = dispatch.Kernel.__new__(dispatch.Kernel)
     kernel.run, kernel.tiling = (lambda *_: None), dispatch.Tiling(1, 256, 512)
-    monkeypatch.setattr("tilewright.runtime.paged.kernel", lambda *_: kernel)
+    monkeypatch.setattr("tilewright.runtime.paged_call.kernel", lambda *_: kernel)
     plan = plan_decode(batch.seq_lens, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128, device="cpu")
     arguments, out = batch.decode_arguments(), batch.out()
     rounds = []
