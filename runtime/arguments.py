@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tilewright.runtime.planner import OFF
 from torch import Tensor
+
+from tilewright.runtime.planner import OFF
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
 FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))

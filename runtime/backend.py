@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tilewright.runtime.forward_batch import ForwardMode, served_mode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
-from torch import Tensor
 
 
 class AttentionBackend:

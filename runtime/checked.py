@@ -8,8 +8,9 @@ that a window hides, slots of new rows) may hold anything.
 from __future__ import annotations
 
 import numpy as np
-from tilewright.runtime.planner import OFF, Lengths
 from torch import Tensor
+
+from tilewright.runtime.planner import OFF, Lengths
 
 
 def _host(index: Tensor) -> np.ndarray:

@@ -47,7 +47,7 @@ def kernel(
         module = store.load(Workload(operator, dtype))
     _log.warning(
         "%s has no module of its own: the general one serves it, correct but not tuned; build it with: "
-        "tilewright build --workload %s",
+        "tilewright build %s",
         workload.name,
         workload.name,
     )

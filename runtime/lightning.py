@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime import checked, env
 from tilewright.runtime.arguments import (
     dense_rows,
@@ -21,7 +23,6 @@ from tilewright.runtime.arguments import (
     sizes,
 )
 from tilewright.runtime.dispatch import kernel
-from torch import Tensor
 
 __all__ = ["lightning_decode", "lightning_extend", "slopes"]
 

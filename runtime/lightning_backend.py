@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime.backend import AttentionBackend
 from tilewright.runtime.forward_batch import served_mode
 from tilewright.runtime.lightning import lightning_decode, lightning_extend, slopes
-from torch import Tensor
 
 
 @dataclass

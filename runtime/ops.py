@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime import lightning, paged, paged_call
 from tilewright.runtime.arguments import dtype_name
 from tilewright.runtime.plan import Plan
-from torch import Tensor
 
 _NO_PLAN = -1
 _library = torch.library.Library("tilewright", "DEF")
@@ -55,7 +56,7 @@ def _decode_attention(
 ):  # fmt: skip
     paged_call.run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None, sm_scale=sm_scale,
-        causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=(None, None, None), kv_start=kv_start,
+        causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=None, kv_start=kv_start,
         kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False, batch_invariant=batch_invariant,
         plan=_plan(plan),
     )  # fmt: skip
@@ -72,7 +73,7 @@ def _extend_attention(
 ):  # fmt: skip
     paged_call.run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
-        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=(None, None, None),
+        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=None,
         kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False,
         batch_invariant=batch_invariant, plan=_plan(plan),
     )  # fmt: skip

@@ -8,6 +8,8 @@ raise before anything is written; index values are trusted unless TILEWRIGHT_CHE
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime import checked, env
 from tilewright.runtime.arguments import (
     dtype_name,
@@ -21,7 +23,6 @@ from tilewright.runtime.arguments import (
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.paged_call import run, sinks_off, write_rows
 from tilewright.runtime.plan import Plan, PlanBuffers, plan_decode, plan_extend
-from torch import Tensor
 
 __all__ = [
     "Plan",
@@ -79,7 +80,7 @@ def decode_attention(
         sinks: [Hq], dtype of q or f32: a logit (not scaled, not capped) that takes weight and gives no value.
         key: [B, Hk, D] keys of the new tokens, written to slots `loc` before attending; with `value` and `loc`.
         value: [B, Hk, Dv]; not written where v_buffer starts at k_buffer (a view of it).
-        loc: [B] slots; -1 is skipped; of rows with the same slot any one wins.
+        loc: [B] slots; -1 is skipped; of rows with the same slot any one wins. Not looked at without a key.
         kv_start: [B] first column of each request in its row of req_to_token; None = 0.
         kv_lens: [B] cross attention: keys 0 .. kv_lens[b] - 1 (seq_lens is ignored); no window. Plan for kv_lens.
         k_scale: None or 1 (fp8 pools are not served yet).
@@ -100,12 +101,16 @@ def decode_attention(
     """
     if k_scale is not None or v_scale is not None:
         refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    write = None
+    if key is not None or value is not None:
+        if key is None or value is None or loc is None:
+            raise ValueError("key, value, loc: got some of them, expected all three or neither key nor value")
+        write = (key, value, loc)
     if torch.compiler.is_compiling():
         from tilewright.runtime import ops
 
-        if key is not None and value is not None and loc is not None:
+        if write is not None:
             ops.write_kv(key, value, k_buffer, v_buffer, loc)
-            key = value = loc = None
         return ops.decode_attention(
             q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
             sm_scale=sm_scale, logit_cap=logit_cap, window=window, sinks=sinks, kv_start=kv_start, kv_lens=kv_lens,
@@ -113,7 +118,7 @@ def decode_attention(
         )  # fmt: skip
     return run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None,
-        sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=(key, value, loc),
+        sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=write,
         kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=None, return_lse=return_lse,
         batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
@@ -189,6 +194,8 @@ def extend_attention(
         As `decode_attention`.
     """
     refuse_later_options(tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale)
+    if (k is None) != (v is None):
+        raise ValueError("k, v: got one of the two, expected both or neither")
     if torch.compiler.is_compiling():
         from tilewright.runtime import ops
 
@@ -198,11 +205,9 @@ def extend_attention(
             kv_lens=kv_lens, page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant,
             plan=plan,
         )  # fmt: skip
-    if (k is None) != (v is None):
-        raise ValueError("k, v: got one of the two, expected both or neither")
     return run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
-        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=(None, None, None),
+        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=None,
         kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=None, return_lse=return_lse,
         batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
@@ -251,7 +256,7 @@ def write_kv(
     if env.CHECK.get():
         checked.check_loc(loc, slots)
     if tokens:
-        write_rows(dtype, inference_only("k", k), inference_only("v", v), k_buffer, v_buffer, loc)
+        write_rows(dtype, k, v, loc, k_buffer, v_buffer)
 
 
 def merge_states(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime import checked, env
 from tilewright.runtime.arguments import (
     dense_rows,
@@ -21,7 +23,6 @@ from tilewright.runtime.arguments import (
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.plan import Plan, plan_decode, plan_extend
 from tilewright.runtime.planner import OFF
-from torch import Tensor
 
 _LOG2E = math.log2(math.e)
 _no_sinks: dict[tuple[int, torch.device], Tensor] = {}
@@ -44,7 +45,7 @@ def run(
     logit_cap: float,
     window: int,
     sinks: Tensor | None,
-    write: tuple[Tensor | None, Tensor | None, Tensor | None],
+    write: tuple[Tensor, Tensor, Tensor] | None,
     kv_start: Tensor | None,
     kv_lens: Tensor | None,
     page_size: int,
@@ -56,7 +57,8 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Both phases (decode: extend_seq_lens None): check, plan where none is given, write new keys, attend, merge.
 
-    What the public functions and the torch.library operators share; `lse` is a tensor to write the LSE to.
+    What the public functions and the torch.library operators share; `lse` is a tensor to write the LSE to,
+    `write` the (key, value, loc) of decode.
     """
     decode = extend_seq_lens is None
     # -- shapes, dtypes, devices
@@ -106,11 +108,8 @@ def run(
         expect("sinks", sinks, (num_qo_heads,), sinks.dtype, device)
         if sinks.dtype not in (torch_dtype, torch.float32):
             raise TypeError(f"sinks: got {sinks.dtype}, expected {torch_dtype} or torch.float32")
-    key, value, loc = write
-    writes = key is not None or value is not None
-    if writes:
-        if key is None or value is None or loc is None:
-            raise ValueError("key, value, loc: got some of them, expected all three or neither key nor value")
+    if write is not None:
+        key, value, loc = write
         expect("key", key, (batch, num_kv_heads, dim), torch_dtype, device)
         expect("value", value, (batch, num_kv_heads, dim_vo), torch_dtype, device)
         expect_index("loc", loc, (batch,), device)
@@ -179,12 +178,12 @@ def run(
             num_slots=slots, page_size=page_size, window=window, from_pool=from_pool,
             length_name="kv_lens" if kv_lens is not None else "seq_lens",
         )  # fmt: skip
-        if loc is not None:
-            checked.check_loc(loc, slots)
+        if write is not None:
+            checked.check_loc(write[2], slots)
 
     # -- run
-    if key is not None and value is not None and loc is not None and batch:
-        write_rows(dtype, key, value, k_buffer, v_buffer, loc)
+    if write is not None and batch:
+        write_rows(dtype, *write, k_buffer, v_buffer)
     if not work.num_items:
         return (out, lse) if return_lse else out
     scale = dim**-0.5 if sm_scale is None else sm_scale
@@ -296,10 +295,10 @@ def sinks_off(num_qo_heads: int, device: torch.device) -> Tensor:
     return known
 
 
-def write_rows(dtype: str, k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, loc: Tensor) -> None:
+def write_rows(dtype: str, k: Tensor, v: Tensor, loc: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     """Run the write kernel for K, and for V unless it is a view of K; arguments checked by the caller."""
     write = kernel("write_kv", dtype).run
     loc = narrow(loc)
-    write(dense_rows(k), k_buffer, loc)
+    write(dense_rows(inference_only("k", k)), k_buffer, loc)
     if v_buffer.data_ptr() != k_buffer.data_ptr():
-        write(dense_rows(v), v_buffer, loc)
+        write(dense_rows(inference_only("v", v)), v_buffer, loc)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tilewright.runtime.arguments import narrow
 from tilewright.runtime.planner import (
     ITEM_COLUMNS,
@@ -19,7 +21,6 @@ from tilewright.runtime.planner import (
     WorkList,
     make_work,
 )
-from torch import Tensor
 
 # Converted index tensors that one plan remembers: a call has at most eight, layers pass the same ones.
 _REMEMBERED = 16
@@ -120,7 +121,10 @@ class Plan:
     Work may run on one plan at a time: its workspaces are shared by the calls that use it.
 
     Attributes:
-        phase: "decode" or "extend". batch: number of requests. tokens: query rows that q must have at least.
+        phase: "decode" or "extend".
+        batch: number of requests.
+        tokens: query rows that q must have at least; covered: how many of them belong to a request.
+        prefixes: smallest and largest prefix, 0 counted in.
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
     """
@@ -191,9 +195,10 @@ class Plan:
     def _set_lengths(self, lengths: Lengths) -> None:
         self.lengths = lengths
         self.batch = len(lengths.kv_lens)
-        self.tokens = int((lengths.q_starts + lengths.q_lens).max(initial=0))
+        used = lengths.q_lens > 0
+        self.tokens = int((lengths.q_starts + lengths.q_lens)[used].max(initial=0))
         self.covered = int(lengths.q_lens.sum())
-        prefix = lengths.kv_lens - lengths.q_lens
+        prefix = (lengths.kv_lens - lengths.q_lens)[used]
         self.prefixes = (int(prefix.min(initial=0)), int(prefix.max(initial=0)))
         self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)
 

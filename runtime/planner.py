@@ -178,15 +178,16 @@ def make_work(
         base = low
         size, pieces = _balance(high - low, q_len, tiling, num_kv_heads, threads)
 
-    owner, index = _expand(pieces)
+    split = pieces > 1
+    any_split = bool(split.any())
+    owner, index = _expand(pieces) if any_split else (slice(None), np.zeros_like(pieces))
     begin = np.maximum(base[owner] + index * size[owner], low[owner])
     end = np.where(index == pieces[owner] - 1, high[owner], base[owner] + (index + 1) * size[owner])
-    split = pieces > 1
     partial_rows = np.where(split, pieces * q_len, 0)
     first_partial = _offsets(partial_rows)
     q_row = lengths.q_starts[request] + offset
 
-    items = np.zeros((len(owner), ITEM_COLUMNS), np.int32)
+    items = np.zeros((len(begin), ITEM_COLUMNS), np.int32)
     items[:, REQUEST] = request[owner]
     items[:, Q_ROW] = q_row[owner]
     items[:, Q_LEN] = q_len[owner]
@@ -201,6 +202,8 @@ def make_work(
     items[:, PART] = np.where(split[owner], first_partial[owner] + index * q_len[owner], -1)
     order = np.argsort(-(end - begin) * q_len[owner], kind="stable")
 
+    if not any_split:
+        return WorkList(items[order], np.empty((0, MERGE_COLUMNS), np.int32), 0)
     which = np.flatnonzero(split)
     block_of, token = _expand(q_len[which])
     block_of = which[block_of]

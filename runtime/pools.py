@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tilewright.runtime.paged import write_kv
 from torch import Tensor
+
+from tilewright.runtime.paged import write_kv
 
 
 class _FreeList:

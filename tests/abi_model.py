@@ -11,9 +11,10 @@ import math
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
+
 from tilewright.runtime.errors import MissingModuleError
 from tilewright.schedules.workload import Workload
-from torch import Tensor
 
 
 def _dense(tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tilewright.schedules.paged_attention import reference
 from torch import Tensor
+
+from tilewright.schedules.paged_attention import reference
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 from abi_model import ModelStore
+
 from tilewright.runtime import dispatch
 
 

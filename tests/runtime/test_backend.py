@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from batches import as_numpy
+from tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, assert_close
+
 from tilewright.runtime.backend import AttentionBackend, PagedAttentionBackend
 from tilewright.runtime.forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from tilewright.runtime.lightning import slopes
@@ -14,7 +16,6 @@ from tilewright.runtime.lightning_backend import LightningAttentionBackend
 from tilewright.runtime.plan import plan_decode
 from tilewright.runtime.pools import HybridReqToTokenPool, ReqToTokenPool, StatePool, TokenToKVPool
 from tilewright.schedules.paged_attention import reference
-from tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, assert_close
 
 HQ, HK, D, DV = 4, 2, 8, 6
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from batches import as_numpy, make_lightning_batch, poisoned
-from tilewright.runtime.lightning import lightning_decode, lightning_extend
 from tolerances import LIGHTNING, LIGHTNING_STATE, assert_close
+
+from tilewright.runtime.lightning import lightning_decode, lightning_extend
 
 
 def expected(batch, scale, initial=None):

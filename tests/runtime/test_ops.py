@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batches import make_decode_batch, make_lightning_batch, make_paged_batch, poisoned
+
 from tilewright.runtime import ops
 from tilewright.runtime.lightning import lightning_decode, lightning_extend
 from tilewright.runtime.paged import decode_attention, extend_attention, merge_states, write_kv

@@ -7,14 +7,15 @@ import time
 
 import numpy as np
 import pytest
-import tilewright
 import torch
 from batches import as_numpy, make_decode_batch, make_paged_batch, poisoned
+from tolerances import MERGE, PAGED, assert_close, assert_lse_close
+
+import tilewright
 from tilewright.runtime import dispatch
 from tilewright.runtime.paged import decode_attention, extend_attention, merge_state, merge_states, write_kv
 from tilewright.runtime.plan import PlanBuffers, plan_decode, plan_extend
 from tilewright.schedules.paged_attention import reference
-from tolerances import MERGE, PAGED, assert_close, assert_lse_close
 
 SIZES = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 8, "head_dim_vo": 8}
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tilewright.runtime.planner import INVARIANT_SPLIT, OFF, Lengths, Tiling, make_work
 
 

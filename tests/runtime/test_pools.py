@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tilewright.runtime.forward_batch import AttentionLayer
 from tilewright.runtime.pools import HybridReqToTokenPool, ReqToTokenPool, StatePool, TokenToKVPool
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batches import as_numpy, make_decode_batch, make_paged_batch
+
 from tilewright.schedules.paged_attention import reference
 
 ATOL = 1e-12
