@@ -61,6 +61,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
     groups = 1 if columns is None else tirx.ceildiv(dv, columns)
     panels = tirx.ceildiv(width, panel)
     row_panels = chunk // panel
+    chunks = 2**31 // chunk  # bound of the chunk index: positions are int32
     table = 2 * chunk + 8  # weight of t tokens at chunk + t, for t in [-chunk, chunk]; those below 0 are never used
 
     @T.prim_func(s_tir=True)
@@ -110,7 +111,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         )
                 for c in range((qo_indptr[vb + 1] - qo_indptr[vb] + (chunk - 1)) // chunk):
                     with T.sblock("chunk"):
-                        vc = T.axis.opaque(tokens, c)
+                        vc = T.axis.opaque(chunks, c)
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         kd = T.sblock_alloc_buffer((chunk, dk), "float32")
@@ -183,25 +184,27 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         for i, p, e, j in T.grid(chunk, panels, panel, chunk):
                             with T.sblock("intra"):
                                 vi, vp, ve, vj = T.axis.remap("SSSR", [i, p, e, j])
-                                # The score is 0 there; the condition keeps a NaN or infinity of a later token out.
-                                T.where(j <= i)
                                 with T.init():
                                     intra[vi, vp, ve] = T.float32(0)
-                                intra[vi, vp, ve] = intra[vi, vp, ve] + score[vj, vi // panel, vi % panel] * vt[vp, vj, ve]
+                                # The score of later tokens is 0; the condition keeps their NaN and infinities out.
+                                intra[vi, vp, ve] = intra[vi, vp, ve] + T.if_then_else(
+                                    vj <= vi, score[vj, vi // panel, vi % panel] * vt[vp, vj, ve], T.float32(0)
+                                )
                         for i, p, e in T.grid(chunk, panels, panel):
                             with T.sblock("out"):
                                 vi, vp, ve = T.axis.remap("SSS", [i, p, e])
-                                T.where(
-                                    vc * chunk + i < qo_indptr[vb + 1] - qo_indptr[vb] and vg * width + p * panel + e < dv
-                                )
-                                out[qo_indptr[vb] + vc * chunk + vi, vh, vg * width + vp * panel + ve] = T.Cast(
-                                    io_dtype,
-                                    T.Select(
-                                        state_indices[vb] >= 0,
-                                        scale * (intra[vi, vp, ve] + decay[chunk + 1 + vi] * inter[vi, vp, ve]),
-                                        T.float32(0),
-                                    ),
-                                )
+                                if (
+                                    vc * chunk + vi < qo_indptr[vb + 1] - qo_indptr[vb]
+                                    and vg * width + vp * panel + ve < dv
+                                ):
+                                    out[qo_indptr[vb] + vc * chunk + vi, vh, vg * width + vp * panel + ve] = T.Cast(
+                                        io_dtype,
+                                        T.Select(
+                                            state_indices[vb] >= 0,
+                                            scale * (intra[vi, vp, ve] + decay[chunk + 1 + vi] * inter[vi, vp, ve]),
+                                            T.float32(0),
+                                        ),
+                                    )
                         for p, d, e, j in T.grid(panels, dk, panel, chunk):
                             with T.sblock("update"):
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
@@ -217,12 +220,12 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                 for p, d, e in T.grid(panels, dk, panel):
                     with T.sblock("store"):
                         vp, vd, ve = T.axis.remap("SSS", [p, d, e])
-                        T.where(
+                        if (
                             state_indices[vb] >= 0
                             and qo_indptr[vb + 1] > qo_indptr[vb]
-                            and vg * width + p * panel + e < dv
-                        )
-                        state_out[state_indices[vb], vh, vd, vg * width + vp * panel + ve] = carry[vp, vd, ve]
+                            and vg * width + vp * panel + ve < dv
+                        ):
+                            state_out[state_indices[vb], vh, vd, vg * width + vp * panel + ve] = carry[vp, vd, ve]
 
     return lightning_extend
 
@@ -313,8 +316,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                         for d, p, e in T.grid(dk, panels, panel):
                             with T.sblock("store"):
                                 vd, vp, ve = T.axis.remap("SSS", [d, p, e])
-                                T.where(p * panel + e < dv)
-                                state_out[state_indices[vb], vh, vd, vp * panel + ve] = fresh[vd, vp, ve]
+                                if vp * panel + ve < dv:
+                                    state_out[state_indices[vb], vh, vd, vp * panel + ve] = fresh[vd, vp, ve]
                         for p, e, d in T.grid(panels, panel, dk):
                             with T.sblock("read"):
                                 vp, ve, vd = T.axis.remap("SSR", [p, e, d])
@@ -324,10 +327,10 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                 for p, e in T.grid(panels, panel):
                     with T.sblock("out"):
                         vp, ve = T.axis.remap("SS", [p, e])
-                        T.where(p * panel + e < dv)
-                        out[vb, vh, vp * panel + ve] = T.Cast(
-                            io_dtype, T.Select(state_indices[vb] >= 0, scale * sums[vp, ve], T.float32(0))
-                        )
+                        if vp * panel + ve < dv:
+                            out[vb, vh, vp * panel + ve] = T.Cast(
+                                io_dtype, T.Select(state_indices[vb] >= 0, scale * sums[vp, ve], T.float32(0))
+                            )
 
     return lightning_decode
 
