@@ -45,7 +45,7 @@ _DECODE_CHOICES = {
     "panel": (8, 16, 32, 64),  # columns of a register tile
     "rows": (1, 2, 4, 8),  # state rows walked together: one pass over the output sums for so many rows
 }
-_DECODE_DEFAULT = {"panel": 16, "rows": 4}
+_DECODE_DEFAULT = {"panel": 32, "rows": 2}
 _DECODE_GENERAL = {"panel": 16, "rows": 1}
 
 
@@ -227,7 +227,7 @@ def _decode(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Dec
     outer, inner = sch.split(d, [None, decisions["rows"]])
     sch.reorder(outer, p, inner, e)
     for name in ("store", "read"):
-        sch.reverse_compute_at(block(name), p)
+        sch.reverse_compute_at(block(name), p, preserve_unit_loops=True)
     sch.set_scope(block("fresh"), 0, "local")
     rows, lane = sch.get_loops(block("store"))[-2:]
     columns, step = sch.get_loops(block("read"))[-2:]
