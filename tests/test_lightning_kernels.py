@@ -97,12 +97,14 @@ class Call:
             assert fence.isnan().all(), "memory around the tensor was written"
 
 
+# The edges do not depend on the dtype: the half types see a chunk and a tail only.
+LENGTHS = [("f32", n) for n in (1, 2, 63, 64, 65, 127, 300)] + [("bf16", 65), ("fp16", 65)]
+
+
 @pytest.mark.parametrize(("module", "dk", "dv"), SIZES, ids=SIZE_IDS)
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 300])
-def test_extend_lengths(dtype, module, dk, dv, length):
+@pytest.mark.parametrize(("dtype", "length"), LENGTHS)
+def test_extend_lengths(dtype, length, module, dk, dv):
     """L01, L02, L15: every length around the chunk's edges, continuing a state; NaN memory around all tensors."""
-    if dtype != "f32" and length not in (1, 65):
-        pytest.skip("lengths do not depend on the dtype")
     Call(dtype, dk, dv, [1], [length]).check_extend(load("lightning_extend", dtype, module))
 
 
@@ -197,7 +199,8 @@ def test_strided_views(dtype, operator, module):
 
 @pytest.mark.parametrize("operator", ["lightning_extend", "lightning_decode"])
 @pytest.mark.parametrize("module", [128, None], ids=["d128", "general"])
-def test_slow_decay_is_not_a_repeated_product(operator, module):
+@pytest.mark.parametrize("slope", [3.9e-8, 3.958e-8])  # the second is where the decay of 64 tokens rounds worst
+def test_slow_decay_is_not_a_repeated_product(operator, module, slope):
     """L05, L06: a state under slope 3.9e-8 over 65536 tokens: the exact factor is 0.99745, f32 products give 0.99609.
 
     Keys are zero: the state only decays. Its values are spread, so that roundings do not all go one way.
@@ -206,17 +209,18 @@ def test_slow_decay_is_not_a_repeated_product(operator, module):
     function = load(operator, "f32", module)
     state = torch.rand((1, 1, dim, dim)) + 1
     start = state.double()
-    slot, slope = torch.zeros(1, dtype=torch.int32), torch.tensor([3.9e-8])
+    slot, slopes = torch.zeros(1, dtype=torch.int32), torch.tensor([slope])
     if operator == "lightning_extend":
         q, k, v, out = (torch.zeros((tokens, 1, dim)) for _ in range(4))
-        function(q, k, v, state, slot, slot + 1, torch.tensor([0, tokens], dtype=torch.int32), slope, out, SCALE)
+        function(q, k, v, state, slot, slot + 1, torch.tensor([0, tokens], dtype=torch.int32), slopes, out, SCALE)
     else:
         # 64 tokens a step: one token's decay is below half a rounding of the state itself.
         q, k, v, out = (torch.zeros((1, 1, dim)) for _ in range(4))
         for _ in range(tokens // 64):
-            function(q, k, v, state, slot, slope * 64, out, SCALE)
+            function(q, k, v, state, slot, slopes * 64, out, SCALE)
     factor = (state.double() / start).mean().item()
-    assert abs(factor - math.exp(-3.9e-8 * tokens)) < 2e-6
+    # Without weight_rest the error is 3e-5 with the second slope; what is left is the rounding of the state itself.
+    assert abs(factor - math.exp(-slope * tokens)) < 1e-5
 
 
 def test_ones_without_decay_count_tokens():
