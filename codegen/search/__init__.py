@@ -1,0 +1,1 @@
+"""The search: see docs\/architecture.md; `tune.py` is the loop."""
