@@ -79,7 +79,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
         schema: format of this file, `SCHEMA`.
         workload, key, definition_revision, target: what was searched (`schedules.workload.Workload`).
         problem: the representative problem that was timed, in words; flops and bytes of one call of it.
-        best, default: the kept and the untuned schedule, measured interleaved in one process; top: the best few, best first.
+        decisions, us: the schedule that is kept and its median microseconds; default: the untuned one; top: the best few, best
+            first. All measured interleaved in one process.
         roofline_percent: of the machine's limit, min(compute, bandwidth) for flops and bytes.
         trials: candidates measured; failures: how many of them failed, by reason.
         curve: [trial, best us so far] at each improvement (times of the search itself, not interleaved).
@@ -95,7 +96,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     problem: str
     flops: float
     bytes: float
-    best: Timed
+    decisions: dict[str, int]
+    us: float
     default: Timed
     top: list[Timed]
     roofline_percent: float
@@ -107,11 +109,6 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     trace: Any
     environment: Environment
     replaced: Replaced | None = None
-
-    @property
-    def decisions(self) -> dict[str, int]:
-        """The decisions a module is built from."""
-        return self.best.decisions
 
 
 def current_environment() -> Environment:
@@ -218,7 +215,7 @@ def write_summary(root: Path, target: str) -> Path:
         record = load(path)
         environment = record.environment
         table.writerow((
-            record.workload, f"{record.best.us:.1f}", f"{record.default.us:.1f}", f"{record.default.us / record.best.us:.2f}",
+            record.workload, f"{record.us:.1f}", f"{record.default.us:.1f}", f"{record.default.us / record.us:.2f}",
             f"{record.roofline_percent:.0f}", record.trials, sum(record.failures.values()), environment.cpu,
             environment.cores, environment.date,
         ))  # fmt: skip

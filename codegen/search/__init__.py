@@ -1,1 +1,1 @@
-"""The search: see docs\/architecture.md; `tune.py` is the loop."""
+"""The search (docs/architecture.md): `tune.py` is the loop, `command.py` the command."""

@@ -43,13 +43,13 @@ class Builder:
                 raise RuntimeError(f"{problem.name}: what its candidates share cannot be built: {outcome.detail}")
 
     def build(
-        self, problem: Problem, candidates: Sequence[Decisions], folder: Path, enough: Callable[[], bool]
+        self, problem: Problem, candidates: Sequence[Decisions], shared: Path, folder: Path, enough: Callable[[], bool]
     ) -> Iterator[tuple[int, Outcome]]:
         """Build each candidate into `root_of(folder, candidate)`; yield (index, outcome) as they end.
 
         An artifact that is there already is used again. Once `enough()`, the rest is left out.
         """
-        tasks = [(problem, dict(decisions), root_of(folder, decisions)) for decisions in candidates]
+        tasks = [(problem, dict(decisions), shared, root_of(folder, decisions)) for decisions in candidates]
         return self._pool.map(_build, tasks, self._seconds, enough)
 
 
@@ -67,14 +67,14 @@ def _prepare(problem: Problem, shared: Path) -> None:
     problem.prepare(shared)
 
 
-def _build(problem: Problem, decisions: Decisions, root: Path) -> None:
+def _build(problem: Problem, decisions: Decisions, shared: Path, root: Path) -> None:
     if root.exists():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     unfinished = root.with_name(f"{root.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        problem.build(decisions, unfinished)
+        problem.build(decisions, shared, unfinished)
         unfinished.rename(root)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -6,37 +6,21 @@ builder workers, the cases by the runner worker alone, which never imports tvm. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tilewright.codegen.search.space import Space
+from tilewright.codegen.bench import inputs
+from tilewright.codegen.bench.inputs import Case
+from tilewright.runtime.manifest import LAUNCHER
+from tilewright.schedules.spaces import Space, get_space
+from tilewright.schedules.targets import get_target
+from tilewright.schedules.workload import Workload
 
 Decisions = Mapping[str, int]
-
-
-class Case(Protocol):
-    """One input with its expected result, for any candidate of a problem.
-
-    Attributes:
-        flops, bytes: of one call, the least that the operator needs; used of the measured case only.
-    """
-
-    flops: float
-    bytes: float
-
-    def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
-        """A function without arguments that runs the candidate built into `root` on this input, all of the operator.
-
-        Work that a caller does once for many calls (planning) is done here, not in the function.
-        """
-
-    def poison(self) -> None:
-        """Fill every output and workspace with NaN."""
-
-    def error(self) -> float:
-        """The outputs' distance from the expected ones as a share of the tolerance: right means <= 1; NaN means wrong."""
 
 
 class Problem(Protocol):
@@ -67,11 +51,70 @@ class Problem(Protocol):
     def prepare(self, shared: Path) -> None:
         """Build once what every candidate needs beside itself, into the root `shared`."""
 
-    def build(self, decisions: Decisions, root: Path) -> None:
-        """Build one candidate into the artifact root `root`, a folder of its own."""
+    def build(self, decisions: Decisions, shared: Path, root: Path) -> None:
+        """Build one candidate into the artifact root `root`, a folder of its own (not there yet)."""
 
     def measured(self, shared: Path) -> Case:
         """The representative case that is timed."""
 
     def verified(self, shared: Path) -> list[Case]:
         """Several ragged cases, expected results from the float64 oracle."""
+
+
+@dataclass(frozen=True)
+class WorkloadProblem:
+    """The `Problem` of one workload of the catalogue on one target.
+
+    Args:
+        workload: what is searched; must have cases (`inputs.OPERATORS`).
+        target: for which target, by name.
+    """
+
+    workload: Workload
+    target: str
+
+    @property
+    def name(self) -> str:  # noqa: D102  see Problem
+        return self.workload.name
+
+    @property
+    def key(self) -> str:  # noqa: D102
+        return self.workload.key
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        return inputs.describe(self.workload)
+
+    def fingerprint(self) -> str:
+        """Of the sources that the modules are made of and the compiler's versions."""
+        from tilewright.codegen.build import fingerprint
+
+        return fingerprint(self.workload, get_target(self.target), None)
+
+    def space(self) -> Space:
+        """The workload's space on the target."""
+        return get_space(self.workload, self.target)
+
+    def prepare(self, shared: Path) -> None:
+        """Build the launcher and, for paged operators, the merge kernel."""
+        from tilewright.codegen.build import build, build_launcher
+
+        build_launcher(self.target, shared)
+        for other in inputs.companions(self.workload):
+            build(other, self.target, dict(get_space(other, self.target).default), shared)
+
+    def build(self, decisions: Decisions, shared: Path, root: Path) -> None:
+        """Build as `tilewright build` does; the launcher is linked from `shared`."""
+        from tilewright.codegen.build import build
+
+        launcher = Path(self.target) / LAUNCHER
+        shutil.copytree(shared / launcher, root / launcher, copy_function=os.link)
+        build(self.workload, self.target, decisions, root)
+
+    def measured(self, shared: Path) -> Case:
+        """See `inputs.measured`."""
+        return inputs.measured(self.workload, self.target, shared)
+
+    def verified(self, shared: Path) -> list[Case]:
+        """See `inputs.verified`."""
+        return inputs.verified(self.workload, self.target, shared)

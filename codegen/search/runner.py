@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tilewright.codegen.search.problem import Case, Problem
+from tilewright.codegen.bench.inputs import Case
+from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.worker import Outcome, Pool
 
 # One trial: samples of at least SAMPLE_SECONDS each, at least MIN_SAMPLES, until MEASURE_SECONDS or MAX_SAMPLES.

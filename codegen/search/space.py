@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 # TVM's own tensor intrinsics take minutes to parse under load and we use none of them; MetaSchedule imports them by name.
 sys.modules.setdefault("tvm.s_tir.tensor_intrin", types.ModuleType("tvm.s_tir.tensor_intrin"))
@@ -24,27 +24,10 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 
+from tilewright.schedules.spaces import Space
+
 PREFIX = "tilewright."
 FUNCTION = "main"
-
-
-class Space(Protocol):
-    """The part of `schedules.spaces.Space` that the search needs; docs/architecture.md says what each member means."""
-
-    choices: Mapping[str, tuple[int, ...]]
-    default: Mapping[str, int]
-
-    def legal(self, decisions: Mapping[str, int]) -> bool:
-        """Whether a kernel with these decisions can exist."""
-
-    def module(self, decisions: Mapping[str, int]) -> tvm.IRModule:
-        """The scheduled functions."""
-
-    def plan(self, decisions: Mapping[str, int]) -> dict[str, int]:
-        """What the planner must know."""
-
-    def representative(self) -> Any:
-        """The definition with static shapes, a PrimFunc."""
 
 
 def representative_module(space: Space) -> tvm.IRModule:
@@ -100,10 +83,8 @@ def space_generator(space: Space) -> ms.space_generator.ScheduleFn:
 
 
 def features_of(space: Space, decisions: Mapping[str, int]) -> list[float]:
-    """What the cost model sees of a candidate: log2(1 + value) of each decision and whatever `space.features` adds."""
-    row = [math.log2(1 + abs(decisions[name])) for name in space.choices]
-    extra = getattr(space, "features", None)
-    return row if extra is None else row + [float(value) for value in extra(decisions)]
+    """What the cost model sees of a candidate: log2(1 + value) of each decision."""
+    return [math.log2(1 + abs(decisions[name])) for name in space.choices]
 
 
 @derived_object

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterable, Mapping
 
 from tilewright.codegen.search import space as spaces  # first: it keeps TVM's tensor intrinsics out
+from tilewright.schedules.spaces import Space
 
 import numpy as np  # isort: skip
 import tvm  # isort: skip
@@ -34,7 +35,7 @@ class Evolution:
     from it.
     """
 
-    def __init__(self, space: spaces.Space, seed: int, batch: int) -> None:
+    def __init__(self, space: Space, seed: int, batch: int) -> None:
         self._space, self._batch = space, batch
         self._told: dict[Key, float | None] = {}
         self._random = random.Random(seed)

@@ -207,7 +207,7 @@ class _Search:
 
     def _known_elsewhere(self) -> list[dict[str, int]]:
         """The committed record's best few that this space still knows: good places to start from."""
-        known = [] if self.old is None or not self.options.resume else [timed.decisions for timed in (self.old.best, *self.old.top)]
+        known = [] if self.old is None or not self.options.resume else [timed.decisions for timed in (self.old, *self.old.top)]
         return [decisions for decisions in known if self._valid(decisions)]
 
     def _valid(self, decisions: dict[str, int]) -> bool:
@@ -244,7 +244,7 @@ class _Search:
         started, before = time.monotonic(), len(self.trials.done)
         enough = (lambda: False) if at_any_cost else (lambda: time.monotonic() >= self.search_until)
         built = []
-        for index, outcome in self.builder.build(self.problem, candidates, self.folder, enough):
+        for index, outcome in self.builder.build(self.problem, candidates, self.shared, self.folder, enough):
             if outcome.reason:
                 reason = outcome.reason if outcome.reason in ("crashed", "timed out") else "failed"
                 self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
@@ -298,7 +298,7 @@ class _Search:
             if decisions not in finalists:
                 finalists.append(decisions)
         self._show("re-measure")
-        failed = {index for index, outcome in self.builder.build(self.problem, finalists, self.folder, lambda: False) if outcome.reason}
+        failed = {index for index, outcome in self.builder.build(self.problem, finalists, self.shared, self.folder, lambda: False) if outcome.reason}
         finalists = [decisions for index, decisions in enumerate(finalists) if index not in failed]
         if default not in finalists:
             raise TuneError("the untuned schedule no longer builds; see the log of the workers")
@@ -361,7 +361,8 @@ class _Search:
             problem=self.problem.description,
             flops=self.flops,
             bytes=self.bytes,
-            best=best,
+            decisions=best.decisions,
+            us=best.us,
             default=default,
             top=top,
             roofline_percent=round(100 * self.row.limit_us / best.us, 1),
