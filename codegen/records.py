@@ -43,8 +43,10 @@ class Timed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Verification(msgspec.Struct, forbid_unknown_fields=True):
-    """How far the winner was from the float64 oracle: the worst error over `cases` ragged inputs, as a share of the
-    tolerance (below 1 = within it everywhere)."""
+    """How far the winner was from the float64 oracle.
+
+    `error`: the worst over `cases` ragged inputs, as a share of the tolerance (at most 1 = within it everywhere).
+    """
 
     error: float
     cases: int
@@ -65,10 +67,13 @@ class Environment(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Replaced(msgspec.Struct, forbid_unknown_fields=True):
-    """The record that this one took the place of: measured elsewhere, and again (`us`) beside the winner here."""
+    """The record of another machine that this one took the place of.
+
+    `us`: its schedule's time here, measured beside the winner; None where it does not run here.
+    """
 
     decisions: dict[str, int]
-    us: float
+    us: float | None
     environment: Environment
 
 
@@ -198,7 +203,7 @@ def write(root: Path, record: Record) -> Path:
         RecordError: its workload or target is not a plain file name.
     """
     workload = record.workload
-    if Path(workload).name != workload or Path(record.target).name != record.target:
+    if not all(name and Path(name).name == name for name in (workload, record.target)):
         raise RecordError(f"record: workload {workload!r} and target {record.target!r} must be plain names")
     path = path_of(root, record.target, workload)
     write_text(path, dumps(record))

@@ -116,26 +116,39 @@ def tune(problems: Sequence[Problem], options: Options, progress: Progress, rows
         Interrupted: the user asked to stop; every trial made so far is in the working logs.
         WorkerError: the worker processes do not start.
     """
-    results = []
-    end = time.monotonic() + options.seconds
     log = options.work / "workers.log"
     with (
         stop.on_signals(),
         Builder(options.builders, options.build_seconds, log, stop) as builder,
         Runner(options.run_seconds, log, stop) as runner,
     ):
-        for index, (problem, row) in enumerate(zip(problems, rows, strict=True)):
-            now = time.monotonic()
-            deadline = now + max(end - now, 0.0) / (len(problems) - index)
-            try:
-                results.append(_Search(problem, options, progress, row, stop, builder, runner, deadline).run())
-            except (Interrupted, WorkerError):
-                raise
-            except (TuneError, RuntimeError, ValueError, OSError) as error:
-                row.state = "failed"
-                progress.update(row)
-                progress.note(f"{problem.name}: {error}")
-                results.append(Result(problem.name, error=str(error)))
+        return tune_with(builder, runner, problems, options, progress, rows, stop)
+
+
+def tune_with(
+    builder: Builder,
+    runner: Runner,
+    problems: Sequence[Problem],
+    options: Options,
+    progress: Progress,
+    rows: Sequence[Row],
+    stop: Stop,
+) -> list[Result]:
+    """`tune` with workers that the caller keeps (and that are asked with `stop`, or never stop)."""
+    results = []
+    end = time.monotonic() + options.seconds
+    for index, (problem, row) in enumerate(zip(problems, rows, strict=True)):
+        now = time.monotonic()
+        deadline = now + max(end - now, 0.0) / (len(problems) - index)
+        try:
+            results.append(_Search(problem, options, progress, row, stop, builder, runner, deadline).run())
+        except (Interrupted, WorkerError):
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            row.state = "failed"
+            progress.update(row)
+            progress.note(f"{problem.name}: {error}")
+            results.append(Result(problem.name, error=str(error)))
     return results
 
 
@@ -302,9 +315,10 @@ class _Search:
         finalists = [decisions for index, decisions in enumerate(finalists) if index not in failed]
         if default not in finalists:
             raise TuneError("the untuned schedule no longer builds; see the log of the workers")
+        finalists, times = self._compare(finalists)
+        if default not in finalists:
+            raise TuneError("the untuned schedule no longer runs; see the log of the workers")
         contestants = [self._contestant(decisions) for decisions in finalists]
-        seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))
-        times = self.runner.compare(self.problem, self.shared, contestants, seconds)
         order = sorted(range(len(finalists)), key=lambda index: times[index])
 
         self._show("verify")
@@ -329,6 +343,20 @@ class _Search:
             records.Verification(float(f"{error:.3g}"), cases),
         )  # fmt: skip
 
+    def _compare(self, finalists: list[dict[str, int]]) -> tuple[list[dict[str, int]], list[float]]:
+        """The finalists' median microseconds, measured in turns; those that fail (now) are left out."""
+        for attempt in range(2):
+            contestants = [self._contestant(decisions) for decisions in finalists]
+            seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))
+            try:
+                return finalists, self.runner.compare(self.problem, self.shared, contestants, seconds)
+            except RuntimeError:
+                if attempt:
+                    raise
+                outcomes = [self.runner.measure(self.problem, self.shared, item, 0.0) for item in contestants]
+                finalists = [item for item, outcome in zip(finalists, outcomes, strict=True) if not outcome.reason]
+        raise AssertionError("unreachable")
+
     def _keep(
         self,
         best: records.Timed,
@@ -341,17 +369,17 @@ class _Search:
         from tilewright.codegen.search import space  # imports tvm
 
         replaced = None
-        elsewhere = self.old is not None and not self.old.environment.same_machine(self.environment)
         gained = f"{default.us / best.us:.2f}x over the untuned schedule ({best.us:.1f} us, untuned {default.us:.1f} us)"
-        if elsewhere and self.old is not None:
+        if self.old is not None and not self.old.environment.same_machine(self.environment):
             if again is not None and again.us <= best.us * (1 + TIE):
                 message = (
                     f"{self.problem.name}: the record made on {self.old.environment.cpu} is kept: its schedule is still the "
                     f"fastest here ({again.us:.1f} us, untuned {default.us:.1f} us)"
                 )
                 return self._finish(Result(self.problem.name, self.old, message=message), default.us / again.us)
-            if again is not None:
-                replaced = records.Replaced(again.decisions, again.us, self.old.environment)
+            replaced = records.Replaced(
+                self.old.decisions, None if again is None else again.us, self.old.environment
+            )
         record = records.Record(
             schema=records.SCHEMA,
             workload=self.problem.name,
@@ -384,7 +412,8 @@ class _Search:
         else:
             message = f"{self.problem.name}: {gained}; {path}"
         if replaced is not None:
-            message += f"; it replaces the record made on {replaced.environment.cpu} ({replaced.us:.1f} us here)"
+            here = "does not run here" if replaced.us is None else f"{replaced.us:.1f} us here"
+            message += f"; it replaces the record made on {replaced.environment.cpu} ({here})"
         return self._finish(Result(self.problem.name, record, message=message), default.us / best.us)
 
     def _finish(self, result: Result, gain: float) -> Result:

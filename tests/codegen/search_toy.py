@@ -17,7 +17,7 @@ from tilewright.schedules.targets import get_target
 
 N = 96
 TARGET = "x86-avx2"
-GOOD, BUILD_FAILS, BUILD_CRASHES, BUILD_HANGS, CRASHES, HANGS, WRONG = range(7)
+GOOD, BUILD_FAILS, BUILD_CRASHES, BUILD_HANGS, CRASHES, HANGS, WRONG, LIES = range(8)
 # The points (tile, vector) of the faulty problem that go wrong, each in its own way.
 FAULTS = {
     (4, 1): BUILD_FAILS,
@@ -43,9 +43,15 @@ def definition():
 
 @dataclass(frozen=True)
 class ToyProblem:
-    """faulty: with the FAULTS, over 12 points; else sound and with 3 decisions."""
+    """faulty: with the FAULTS, over 11 legal points; else sound and with 3 decisions.
+
+    lies: everything but the default is right in the measured case only.
+    broken: the default does not build.
+    """
 
     faulty: bool = False
+    lies: bool = False
+    broken: bool = False
     key: str = "0" * 64
     name: str = "toy"
     target: str = TARGET
@@ -64,7 +70,7 @@ class ToyProblem:
             import tvm
             from tvm.s_tir import Schedule
 
-            if fault(decisions, self.faulty) == BUILD_FAILS:
+            if fault(decisions, self.faulty) == BUILD_FAILS or self.broken:
                 raise ValueError("this candidate cannot be scheduled")
             if fault(decisions, self.faulty) == BUILD_CRASHES:
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -82,12 +88,16 @@ class ToyProblem:
             schedule.decompose_reduction(block, ko)
             return tvm.IRModule({"toy": schedule.mod["main"].with_attr("global_symbol", "toy")})
 
+        def plan(decisions):
+            honest = not self.lies or decisions["vector"] == 1
+            return {"fault": fault(decisions, self.faulty) if honest else LIES}
+
         return Space(
             choices=choices,
             default={name: values[0] for name, values in choices.items()},
             legal=lambda decisions: decisions["tile"] * decisions["vector"] <= 128,
             module=module,
-            plan=lambda decisions: {"fault": fault(decisions, self.faulty)},
+            plan=plan,
             representative=definition,
         )
 
@@ -116,6 +126,7 @@ class ToyCase:
     def __init__(self, seed):
         import torch
 
+        self.seed = seed
         draw = torch.Generator().manual_seed(seed)
         self.a, self.b = (torch.randn((N, N), generator=draw) for _ in range(2))
         self.c = torch.empty((N, N))
@@ -132,7 +143,7 @@ class ToyCase:
             if plan["fault"] == HANGS:
                 time.sleep(600)
             kernel(self.a, self.b, self.c)
-            if plan["fault"] == WRONG:
+            if plan["fault"] == WRONG or (plan["fault"] == LIES and self.seed):
                 self.c[3, 5] += 1
 
         return call
@@ -142,3 +153,19 @@ class ToyCase:
 
     def error(self):
         return float((self.c - self.expected).abs().max()) / 1e-3
+
+
+def nothing():
+    pass
+
+
+def refuse():
+    raise ImportError("no such compiler")
+
+
+def pid(_):
+    return os.getpid()
+
+
+def sleep(seconds):
+    time.sleep(seconds)
