@@ -105,7 +105,7 @@ def _imports(module: str) -> frozenset[str]:
     if path is None:
         return frozenset()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)

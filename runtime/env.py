@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -110,3 +112,19 @@ LOG = Variable(
 )
 
 VARIABLES: tuple[Variable, ...] = (MODULE_PATH, CACHE_DIR, BUILD_POLICY, TARGET, STRICT, CHECK, LOG)
+
+
+@cache
+def get_logger(part: str) -> logging.Logger:
+    """The logger "tilewright.<part>", at the level of TILEWRIGHT_LOG where that is set.
+
+    Where the application has configured no logging, a set variable also makes the messages go to standard error.
+    """
+    if LOG.raw:
+        base = logging.getLogger("tilewright")
+        base.setLevel(LOG.get().upper())
+        if not base.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            base.addHandler(handler)
+    return logging.getLogger(f"tilewright.{part}")

@@ -8,15 +8,15 @@ class Error(Exception):
 
 
 class MissingModuleError(Error, LookupError):
-    """No usable module serves the workload; the message lists what was looked at, and the remedy."""
+    """No usable module serves the workload; the message lists what was tried and what builds it."""
 
 
 class IntegrityError(Error):
-    """A file of an artifact is not what its manifest says: missing, cut short, altered or not readable as its schema."""
+    """A file of an artifact is missing, cut short, altered, or not readable as what its manifest says it is."""
 
 
 class IncompatibleModuleError(Error):
-    """An intact artifact that this process cannot use: other schema, definition revision, library version or CPU."""
+    """An intact artifact that this process cannot use: other schema, definition, library version or CPU."""
 
 
 class UnsupportedTargetError(Error, ValueError):

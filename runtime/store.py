@@ -2,13 +2,12 @@
 
 For each target, from the best usable one down, these roots are searched in order: the `root` given to the call; the
 folders of TILEWRIGHT_MODULE_PATH; the user cache; `tilewright/_prebuilt` of an installed wheel; `build/modules` of a
-checkout. The first artifact that this process can use wins. Nothing is opened with dlopen before its hash, size, schema,
-versions, definition revision and CPU features have been checked.
+checkout. The first artifact that this process can use wins. Nothing is opened with dlopen before its hash, size,
+schema, versions, definition revision and CPU features have been checked.
 """
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+
 from tilewright.runtime import env, features
 from tilewright.runtime.errors import (
     BuildError,
@@ -33,8 +33,6 @@ from tilewright.runtime.launcher import LIBRARY_NAME, Launcher
 from tilewright.runtime.manifest import LAUNCHER, MODULE_NAME, Manifest, check_tvm_ffi, read_manifest, verify_file
 from tilewright.schedules.targets import TARGETS, Target, get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
-
-logger = logging.getLogger("tilewright.store")
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -59,11 +57,36 @@ class Artifact:
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """A place that was looked at without success.
+
+    Attributes:
+        folder: where the artifact would be.
+        layer: which root that is, in words.
+        problem: why it cannot be used (names the file); None: there is no artifact.
+    """
+
+    folder: Path
+    layer: str
+    problem: Error | None
+
+    def __str__(self) -> str:
+        return f"{self.folder} ({self.layer}): no module" if self.problem is None else f"({self.layer}) {self.problem}"
+
+
+@dataclass(frozen=True)
 class Search:
-    """The outcome of a look-up: the artifact that won, or None, and why every candidate before it lost, one line each."""
+    """The outcome of a look-up: the artifact that won, or None, and what was passed over before it, in order."""
 
     found: Artifact | None
-    reasons: tuple[str, ...]
+    passed_over: tuple[PassedOver, ...]
+
+    @property
+    def state(self) -> str:
+        """In a word: "ready"; "unusable": there are artifacts, but none that this process can use; "missing"."""
+        if self.found is not None:
+            return "ready"
+        return "unusable" if any(item.problem for item in self.passed_over) else "missing"
 
 
 @dataclass(frozen=True)
@@ -167,7 +190,7 @@ def build_command(name: str, target: str) -> str:
     return f"tilewright build {name} --target {target}"
 
 
-def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator[Artifact | str]:
+def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator[Artifact | PassedOver]:
     for candidate in candidate_targets(target):
         for layer, base in roots(root):
             folder = base / candidate.name / workload.name
@@ -175,9 +198,9 @@ def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator
                 manifest = read_manifest(folder)
                 check_manifest(folder, manifest, workload.name, candidate)
             except (FileNotFoundError, NotADirectoryError):
-                yield f"{folder}: no module ({layer})"
+                yield PassedOver(folder, layer, None)
             except Error as error:
-                yield str(error)
+                yield PassedOver(folder, layer, error)
             else:
                 yield Artifact(workload, candidate, folder, layer, manifest)
 
@@ -193,12 +216,12 @@ def find(workload: Workload, target: str | None = None, *, root: Path | None = N
     Raises:
         UnsupportedTargetError: the name is not that of a target.
     """
-    reasons = []
+    passed_over: list[PassedOver] = []
     for item in _look(workload, target, root):
         if isinstance(item, Artifact):
-            return Search(item, tuple(reasons))
-        reasons.append(item)
-    return Search(None, tuple(reasons))
+            return Search(item, tuple(passed_over))
+        passed_over.append(item)
+    return Search(None, tuple(passed_over))
 
 
 _lock = threading.RLock()
@@ -237,21 +260,22 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
         search = find(workload, target, root=root)
     if search.found is None:
         raise _missing(workload, target, search)
-    for reason in search.reasons:
-        logger.debug("%s: passed over %s", workload.name, reason)
+    logger = env.get_logger("store")
+    for item in search.passed_over:
+        logger.debug("%s: passed over %s", workload.name, item)
     logger.info("%s: %s from %s (%s)", workload.name, search.found.target.name, search.found.folder, search.found.layer)
     return search.found
 
 
 def _missing(workload: Workload, target: str | None, search: Search) -> MissingModuleError:
-    best = _buildable_target(target)
-    lines = "".join(f"\n  {reason}" for reason in search.reasons)
+    best = buildable_target(target)
+    lines = "".join(f"\n  {item}" for item in search.passed_over)
     return MissingModuleError(
         f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
     )
 
 
-def _buildable_target(target: str | None) -> str:
+def buildable_target(target: str | None = None) -> str:
     """The best target whose modules would run here; the worst one if none would."""
     targets = candidate_targets(target)
     usable = [item for item in targets if not features.missing_features(item.features)]
@@ -260,11 +284,11 @@ def _buildable_target(target: str | None) -> str:
 
 def _build(workload: Workload, target: str | None, root: Path | None) -> None:
     """Build in a process of its own, so that the compiler never enters this one."""
-    name = _buildable_target(target)
+    name = buildable_target(target)
     command = [sys.executable, "-m", "tilewright.codegen.cli", "build", workload.name, "--target", name]
     if root is not None:
         command += ["--root", str(root)]
-    logger.warning("%s: building it for %s as %s asks", workload.name, name, env.BUILD_POLICY.name)
+    env.get_logger("store").warning("%s: building it for %s as %s asks", workload.name, name, env.BUILD_POLICY.name)
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise BuildError(
