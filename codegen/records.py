@@ -1,7 +1,7 @@
 """tuning_logs: what a search found, as small reviewable JSON files, and the table generated from them.
 
-`<root>/<target>/<workload>/record.json` holds one `Record`; `<root>/<target>/SUMMARY.csv` one row a record. Imports neither
-tvm nor torch, so that reading a record costs nothing. Format and trust: tuning_logs/README.md.
+`<root>/<target>/<workload>/record.json` holds one `Record`; `<root>/<target>/SUMMARY.csv` one row a record. Imports
+neither tvm nor torch, so that reading a record costs nothing. Format and trust: tuning_logs/README.md.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
         schema: format of this file, `SCHEMA`.
         workload, key, definition_revision, target: what was searched (`schedules.workload.Workload`).
         problem: the representative problem that was timed, in words; flops and bytes of one call of it.
-        decisions, us: the schedule that is kept and its median microseconds; default: the untuned one; top: the best few, best
-            first. All measured interleaved in one process.
+        decisions, us: the schedule that is kept and its median microseconds; default: the untuned one; top: the best
+            few, best first. All measured interleaved in one process.
         roofline_percent: of the machine's limit, min(compute, bandwidth) for flops and bytes.
         trials: candidates measured; failures: how many of them failed, by reason.
         curve: [trial, best us so far] at each improvement (times of the search itself, not interleaved).
@@ -166,7 +166,7 @@ def read(root: Path, target: str, workload: Workload) -> Record | None:
         )
     if record.definition_revision != DEFINITION_REVISION or record.key != workload.key:
         raise StaleRecordError(
-            f"{path}: made for revision {record.definition_revision} of the definitions, this is {DEFINITION_REVISION}; "
+            f"{path}: made for revision {record.definition_revision} of the definitions, now {DEFINITION_REVISION}; "
             f"run `tilewright tune {workload.name} --target {target}`"
         )
     return record
@@ -184,7 +184,9 @@ def load(path: Path) -> Record:
             raise RecordError(f"{path}: schema {data.get('schema')!r}, expected {SCHEMA}; run `tilewright tune` again")
         return msgspec.convert(data, Record)
     except (json.JSONDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise RecordError(f"{path}: not a tuning record ({error}); restore it or run `tilewright tune` again") from error
+        raise RecordError(
+            f"{path}: not a tuning record ({error}); restore it or run `tilewright tune` again"
+        ) from error
 
 
 def dumps(record: Record) -> str:
@@ -215,7 +217,9 @@ def write_summary(root: Path, target: str) -> Path:
     """Generate `<root>/<target>/SUMMARY.csv` from the records that lie there, in order of name; its path."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(("workload", "us", "default_us", "gain", "roofline_percent", "trials", "failures", "cpu", "cores", "date"))
+    table.writerow(
+        ("workload", "us", "default_us", "gain", "roofline_percent", "trials", "failures", "cpu", "cores", "date")
+    )
     for path in sorted((root / target).glob(f"*/{RECORD_FILE}")):
         record = load(path)
         environment = record.environment

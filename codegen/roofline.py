@@ -47,7 +47,16 @@ def measure(target: str) -> Limits:
         raise ValueError(f"target: got {target!r}, its peak is measured for {', '.join(FLAGS)}")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "roofline.so"
-        command = [os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", *FLAGS[target], str(SOURCE), "-o", str(library)]
+        command = [
+            os.environ.get("CC", "cc"),
+            "-O3",
+            "-shared",
+            "-fPIC",
+            *FLAGS[target],
+            str(SOURCE),
+            "-o",
+            str(library),
+        ]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError as error:

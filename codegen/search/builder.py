@@ -1,4 +1,4 @@
-"""Builds candidates in a pool of processes that import TVM once (MetaSchedule's own builder restarts its for every batch)."""
+"""Builds candidates in processes that import TVM once (MetaSchedule's own builder starts new ones for every batch)."""
 
 from __future__ import annotations
 

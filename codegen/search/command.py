@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,25 +15,34 @@ from tilewright.schedules.catalog import TUNE_PRESET
 from tilewright.schedules.targets import TARGETS
 from tilewright.schedules.workload import Workload, WorkloadError
 
+if TYPE_CHECKING:
+    from tilewright.codegen.search.tune import Options
+
 DEFAULT_TRIALS = 256
 DEFAULT_SECONDS = 300
 INTERRUPTED = 130
+MOST_BUILDERS = 16  # 0.4 GB each, and a batch has no more candidates
 
 
 @click.command(name="tune")
 @click.argument("workloads", nargs=-1, metavar="[WORKLOAD]...")
-@click.option("--target", default="auto", show_default=True, metavar="NAME", help="Target, or auto: the best this CPU runs.")
+@click.option(
+    "--target", default="auto", show_default=True, metavar="NAME", help="Target, or auto: the best this CPU runs."
+)
 @click.option(
     "--trials", default=DEFAULT_TRIALS, show_default=True, type=click.IntRange(1),
     help="Candidates a workload, those of a resumed search included.",
 )  # fmt: skip
 @click.option(
-    "--seconds", default=DEFAULT_SECONDS, show_default=True, type=click.FloatRange(1), envvar="TUNE_SECONDS", show_envvar=True,
+    "--seconds", default=DEFAULT_SECONDS, show_default=True, type=click.FloatRange(1),
+    envvar="TUNE_SECONDS", show_envvar=True,
     help="Wall clock for all workloads together; whichever of trials or seconds ends first.",
 )  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the proposals.")
 @click.option("--resume/--fresh", default=True, show_default=True, help="Go on from earlier trials, or set them aside.")
-@click.option("--out", default="tuning_logs", show_default=True, type=click.Path(path_type=Path), help="Root of the records.")
+@click.option(
+    "--out", default="tuning_logs", show_default=True, type=click.Path(path_type=Path), help="Root of the records."
+)
 @click.option(
     "--work", default="build/tune", show_default=True, type=click.Path(path_type=Path), help="Root of the working logs."
 )
@@ -65,7 +75,13 @@ def command(
         except ValueError as error:
             raise click.UsageError(str(error)) from error
     options = Options(
-        trials=trials, seconds=seconds, seed=seed, resume=resume, records=out, work=work, builders=len(os.sched_getaffinity(0))
+        trials=trials,
+        seconds=seconds,
+        seed=seed,
+        resume=resume,
+        records=out,
+        work=work,
+        builders=min(len(os.sched_getaffinity(0)), MOST_BUILDERS),
     )
     again = resume_command(chosen, name, options)
     click.echo(f"target {name}; {again}")
@@ -99,7 +115,9 @@ def resolve_target(name: str) -> str:
             raise click.UsageError(f"--target: got {name!r}, expected auto or one of {', '.join(TARGETS)}")
         missing = missing_features(TARGETS[name].features)
         if missing:
-            raise click.ClickException(f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto")
+            raise click.ClickException(
+                f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"
+            )
         return name
     usable = [target for target in TARGETS.values() if target.packaged and not missing_features(target.features)]
     if not usable:
@@ -107,12 +125,11 @@ def resolve_target(name: str) -> str:
     return max(usable, key=lambda target: target.rank).name
 
 
-def resume_command(workloads: Sequence[Workload], target: str, options: object) -> str:
+def resume_command(workloads: Sequence[Workload], target: str, options: Options) -> str:
     """The shell command that continues a search with these `tune.Options`."""
     words = ["tilewright", "tune", *(workload.name for workload in workloads), "--target", target]
-    for option in ("trials", "seconds", "seed"):
-        words += [f"--{option}", f"{getattr(options, option):g}"]
-    words += ["--resume", "--out", str(getattr(options, "records")), "--work", str(getattr(options, "work"))]
+    words += ["--trials", str(options.trials), "--seconds", f"{options.seconds:.15g}", "--seed", str(options.seed)]
+    words += ["--resume", "--out", str(options.records), "--work", str(options.work)]
     return shlex.join(words)
 
 

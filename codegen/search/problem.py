@@ -1,7 +1,7 @@
 """What one search is about: how its candidates are built and what they are measured on.
 
-A `Problem` and what it returns are used in three places: `space()` by the search and the builder workers, `build()` by the
-builder workers, the cases by the runner worker alone, which never imports tvm. Problems travel to the workers by pickle.
+A `Problem` is used in three places: `space()` by the search and the builder workers, `build()` by the builder workers,
+the cases by the runner worker alone, which never imports tvm. Problems travel to the workers by pickle.
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ class Problem(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """See the class."""
+
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """See the class."""
+
     @property
-    def target(self) -> str: ...
+    def target(self) -> str:
+        """See the class."""
+
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """See the class."""
 
     def __hash__(self) -> int: ...
 

@@ -37,6 +37,7 @@ class Row:
 
     @property
     def searching(self) -> bool:
+        """Whether trials are being made now."""
         return self.state == "search"
 
     def cells(self) -> tuple[str, ...]:
@@ -81,7 +82,9 @@ class Progress:
         if not self._console.is_terminal:
             yield
             return
-        with Live(get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND) as self._live:
+        with Live(
+            get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND
+        ) as self._live:
             yield
         self._live = None
 

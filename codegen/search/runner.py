@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tilewright.codegen.bench.inputs import Case
 from tilewright.codegen.search.problem import Problem
@@ -49,8 +50,9 @@ class Runner:
         self._pool.__exit__(*details)
 
     def work(self, problem: Problem, shared: Path) -> tuple[float, float]:
-        """flops and bytes of one call of the measured case (which this prepares)."""
-        return self._value(self._one(_work, (problem, shared), 60 + self._seconds))
+        """Flops and bytes of one call of the measured case (which this prepares)."""
+        flops, moved = self._value(self._one(_work, (problem, shared), 60 + self._seconds))
+        return flops, moved
 
     def measure(self, problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> Outcome:
         """Check and time one candidate; the outcome's value is its microseconds (the least of its samples).
@@ -65,16 +67,16 @@ class Runner:
     def compare(self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
         """Time the contestants in one process, in turns, for `seconds` in all; median microseconds of each."""
         task = (problem, shared, list(contestants), seconds)
-        return self._value(self._one(_compare, task, seconds + self._seconds * len(contestants)))
+        return list(self._value(self._one(_compare, task, seconds + self._seconds * len(contestants))))
 
     def verify(self, problem: Problem, shared: Path, contestant: Contestant) -> Outcome:
-        """Hold a candidate against the oracle; the outcome's value is (worst error as a share of the tolerance, cases)."""
+        """Hold a candidate against the oracle; its value: (worst error as a share of the tolerance, cases)."""
         return self._one(_verify, (problem, shared, contestant), 60 + 10 * self._seconds)
 
     def _one(self, function: Callable[..., object], task: tuple[object, ...], seconds: float) -> Outcome:
         return next(outcome for _, outcome in self._pool.map(function, [task], seconds))
 
-    def _value(self, outcome: Outcome) -> object:
+    def _value(self, outcome: Outcome) -> Any:
         if outcome.reason:
             raise RuntimeError(f"the runner {outcome.reason}: {outcome.detail}")
         return outcome.value

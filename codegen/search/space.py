@@ -1,25 +1,21 @@
-"""A `Space` as MetaSchedule sees it: named decisions on the root block of the representative function, and nothing else.
+"""A `Space` as MetaSchedule sees it: named decisions on the root block of a function, and nothing else.
 
-Each decision is one `sample_categorical` whose value is annotated on the root block. No schedule is applied here: a builder
-worker reads the decisions and schedules the symbolic functions with true integers (`Space.module`). That keeps a trace to
-two instructions a decision and makes it impossible for the recorded decisions to differ from the code, which branching in
-Python on a sampled value silently does.
+Each decision is one `sample_categorical` whose value is annotated on the root block. No schedule is applied here: a
+builder worker reads the decisions and schedules the symbolic functions with true integers (`Space.module`). That keeps
+a trace to two instructions a decision and makes it impossible for the recorded decisions to differ from the code,
+which branching in Python on a sampled value silently does.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# TVM's own tensor intrinsics take minutes to parse under load and we use none of them; MetaSchedule imports them by name.
-sys.modules.setdefault("tvm.s_tir.tensor_intrin", types.ModuleType("tvm.s_tir.tensor_intrin"))
-
 import numpy as np
 import tvm
+from tvm import te
 from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
@@ -30,9 +26,15 @@ PREFIX = "tilewright."
 FUNCTION = "main"
 
 
-def representative_module(space: Space) -> tvm.IRModule:
-    """The module that MetaSchedule's context gets."""
-    return tvm.IRModule({FUNCTION: space.representative().with_attr("global_symbol", FUNCTION)})
+def carrier() -> tvm.IRModule:
+    """The module that MetaSchedule's context gets: a function whose root block takes the annotations.
+
+    Not the definition itself: MetaSchedule describes a candidate's arguments, and knows neither symbolic shapes nor
+    scalar parameters. The trace replays on the definition all the same, for it names nothing but the root block.
+    """
+    x = te.placeholder((1,), "float32", name="x")
+    function = te.create_prim_func([x, te.compute((1,), lambda i: x[i] + 1.0, name="y")])
+    return tvm.IRModule({FUNCTION: function.with_attr("global_symbol", FUNCTION)})
 
 
 def sample(schedule: Schedule, space: Space, decisions: Mapping[str, int] | None = None) -> None:
@@ -51,8 +53,8 @@ def decisions_of(schedule: Schedule) -> dict[str, int]:
 
 
 def scheduled(space: Space, decisions: Mapping[str, int]) -> Schedule:
-    """The representative with the given decisions; its trace is what a record keeps."""
-    schedule = Schedule(representative_module(space))
+    """The carrier with the given decisions; its trace is what a record keeps."""
+    schedule = Schedule(carrier())
     sample(schedule, space, decisions)
     return schedule
 

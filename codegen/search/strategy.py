@@ -11,14 +11,14 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 
-from tilewright.codegen.search import space as spaces  # first: it keeps TVM's tensor intrinsics out
-from tilewright.schedules.spaces import Space
+import numpy as np
+import tvm
+from tvm.s_tir import Schedule
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule.cost_model.xgb_model import XGBConfig
 
-import numpy as np  # isort: skip
-import tvm  # isort: skip
-from tvm.s_tir import Schedule  # isort: skip
-from tvm.s_tir import meta_schedule as ms  # isort: skip
-from tvm.s_tir.meta_schedule.cost_model.xgb_model import XGBConfig  # isort: skip
+from tilewright.codegen.search import space as spaces
+from tilewright.schedules.spaces import Space
 
 WARMUP = 16  # candidates measured before the cost model is trusted
 POPULATION = 256  # decisions only, no schedule: a generation costs a fraction of a second
@@ -31,8 +31,8 @@ Key = tuple[int, ...]
 class Evolution:
     """Proposes decisions and learns from their times. The same seed and times give the same proposals.
 
-    Nothing is proposed twice, and nothing that was told. NumPy's global generator is seeded, because the cost model draws
-    from it.
+    Nothing is proposed twice, and nothing that was told. NumPy's global generator is seeded, because the cost model
+    draws from it.
     """
 
     def __init__(self, space: Space, seed: int, batch: int) -> None:
@@ -44,7 +44,7 @@ class Evolution:
         logger.setLevel(logging.ERROR)
         logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
         self._context = ms.TuneContext(
-            mod=spaces.representative_module(space),
+            mod=spaces.carrier(),
             target=tvm.target.Target({"kind": "llvm", "num-cores": 1}),
             space_generator=spaces.space_generator(space),
             search_strategy=ms.search_strategy.EvolutionarySearch(

@@ -1,7 +1,7 @@
 """The working log of a search: every candidate measured, one JSON line each, in a git-ignored folder.
 
-The single truth from which a search resumes: MetaSchedule's database and cost model are filled from it. A line cut short by
-a power loss is dropped.
+The single truth from which a search resumes: MetaSchedule's database and cost model are filled from it. A line cut
+short by a power loss is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Trials:
 
     Args:
         folder: where the file lies; made if missing.
-        identity: what the times depend on (machine, workload, code). A log of another identity is set aside, not mixed in.
+        identity: what the times depend on (machine, workload, code). A log of another identity is set aside.
         resume: False starts anew and sets the old log aside.
 
     Attributes:
@@ -57,7 +57,10 @@ class Trials:
                 self._set_aside(f"it was made with another {', '.join(different)}")
             else:
                 self.done = [Trial(**row) for line in lines[1:] if (row := _parse(line)) is not None]
-        text = [json.dumps(dict(identity), sort_keys=True), *(json.dumps(asdict(trial), sort_keys=True) for trial in self.done)]
+        text = [
+            json.dumps(dict(identity), sort_keys=True),
+            *(json.dumps(asdict(trial), sort_keys=True) for trial in self.done),
+        ]
         write_text(self._path, "".join(f"{line}\n" for line in text))
 
     def _set_aside(self, why: str) -> None:

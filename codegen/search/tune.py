@@ -1,4 +1,4 @@
-"""The search of one or several workloads: propose, build, measure, learn; then re-measure, verify and record the winner."""
+"""The search of workloads: propose, build, measure, learn; then measure again, verify and record the winner."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class Stop:
         self._asked = False
 
     def __call__(self) -> bool:
+        """Whether to stop."""
         return self._asked
 
     def ask(self) -> None:
@@ -106,11 +107,13 @@ class Stop:
                 signal.signal(number, old)
 
 
-def tune(problems: Sequence[Problem], options: Options, progress: Progress, rows: Sequence[Row], stop: Stop) -> list[Result]:
+def tune(
+    problems: Sequence[Problem], options: Options, progress: Progress, rows: Sequence[Row], stop: Stop
+) -> list[Result]:
     """Search each problem in turn and write its record; one result a problem.
 
-    The time is shared fairly: each problem gets its part of what is left when it starts. `rows` are the progress rows of
-    the problems, in order.
+    The time is shared fairly: each problem gets its part of what is left when it starts. `rows` are the progress rows
+    of the problems, in order.
 
     Raises:
         Interrupted: the user asked to stop; every trial made so far is in the working logs.
@@ -191,7 +194,7 @@ class _Search:
         self._show()
 
         default = dict(self.space.default)
-        self._measure_first([default, *self._known_elsewhere()])
+        self._measure_first([default, *self._recorded()])
         failed = next((trial for trial in self.trials.done if trial.decisions == default and trial.reason), None)
         if failed is not None:
             raise TuneError(f"the untuned schedule failed ({failed.reason}): {failed.detail}")
@@ -218,9 +221,11 @@ class _Search:
             "cores": self.environment.cores,
         }
 
-    def _known_elsewhere(self) -> list[dict[str, int]]:
+    def _recorded(self) -> list[dict[str, int]]:
         """The committed record's best few that this space still knows: good places to start from."""
-        known = [] if self.old is None or not self.options.resume else [timed.decisions for timed in (self.old, *self.old.top)]
+        if self.old is None or not self.options.resume:
+            return []
+        known = [self.old.decisions, *(timed.decisions for timed in self.old.top)]
         return [decisions for decisions in known if self._valid(decisions)]
 
     def _valid(self, decisions: dict[str, int]) -> bool:
@@ -307,11 +312,18 @@ class _Search:
     def _conclude(self, default: dict[str, int]) -> Result:
         """Measure the finalists again beside the default (and the record there is), verify the fastest, record it."""
         finalists = [trial.decisions for trial in self.trials.best(FINALISTS)]
-        for decisions in (default, *([self.old.decisions] if self.old is not None and self._valid(self.old.decisions) else [])):
+        for decisions in (
+            default,
+            *([self.old.decisions] if self.old is not None and self._valid(self.old.decisions) else []),
+        ):
             if decisions not in finalists:
                 finalists.append(decisions)
         self._show("re-measure")
-        failed = {index for index, outcome in self.builder.build(self.problem, finalists, self.shared, self.folder, lambda: False) if outcome.reason}
+        failed = {
+            index
+            for index, outcome in self.builder.build(self.problem, finalists, self.shared, self.folder, lambda: False)
+            if outcome.reason
+        }
         finalists = [decisions for index, decisions in enumerate(finalists) if index not in failed]
         if default not in finalists:
             raise TuneError("the untuned schedule no longer builds; see the log of the workers")
@@ -329,8 +341,8 @@ class _Search:
                 break
             wrong.append(winner)
             self.progress.note(
-                f"{self.problem.name}: {finalists[winner]} was fast ({times[winner]:.1f} us) and is refused by the oracle "
-                f"({outcome.reason}: {outcome.detail})"
+                f"{self.problem.name}: {finalists[winner]} was fast ({times[winner]:.1f} us) and is refused by the "
+                f"oracle ({outcome.reason}: {outcome.detail})"
             )
         else:
             raise TuneError("no finalist agrees with the oracle, the untuned schedule neither")
@@ -369,17 +381,17 @@ class _Search:
         from tilewright.codegen.search import space  # imports tvm
 
         replaced = None
-        gained = f"{default.us / best.us:.2f}x over the untuned schedule ({best.us:.1f} us, untuned {default.us:.1f} us)"
+        gained = (
+            f"{default.us / best.us:.2f}x over the untuned schedule ({best.us:.1f} us, untuned {default.us:.1f} us)"
+        )
         if self.old is not None and not self.old.environment.same_machine(self.environment):
             if again is not None and again.us <= best.us * (1 + TIE):
                 message = (
-                    f"{self.problem.name}: the record made on {self.old.environment.cpu} is kept: its schedule is still the "
-                    f"fastest here ({again.us:.1f} us, untuned {default.us:.1f} us)"
+                    f"{self.problem.name}: the record made on {self.old.environment.cpu} is kept: its schedule is "
+                    f"still the fastest here ({again.us:.1f} us, untuned {default.us:.1f} us)"
                 )
                 return self._finish(Result(self.problem.name, self.old, message=message), default.us / again.us)
-            replaced = records.Replaced(
-                self.old.decisions, None if again is None else again.us, self.old.environment
-            )
+            replaced = records.Replaced(self.old.decisions, None if again is None else again.us, self.old.environment)
         record = records.Record(
             schema=records.SCHEMA,
             workload=self.problem.name,
@@ -406,8 +418,8 @@ class _Search:
         path = records.write(self.options.records, record)
         if best.decisions == default.decisions:
             message = (
-                f"{self.problem.name}: nothing was gained: after {record.trials} trials the untuned schedule is still the "
-                f"fastest ({default.us:.1f} us)"
+                f"{self.problem.name}: nothing was gained: after {record.trials} trials the untuned schedule is still "
+                f"the fastest ({default.us:.1f} us)"
             )
         else:
             message = f"{self.problem.name}: {gained}; {path}"

@@ -1,6 +1,6 @@
 """Worker processes that outlive the candidates they handle: a crash or a hang costs one task and one restart.
 
-A `Pool` keeps its processes between calls, so each imports its libraries once. The parent never runs a candidate itself.
+A `Pool` keeps its processes between calls, so each imports its libraries once. The parent never runs a candidate.
 Functions and arguments travel by pickle, so both must be importable in the child, which gets the parent's `sys.path`.
 """
 
@@ -58,7 +58,12 @@ class Pool:
     """
 
     def __init__(
-        self, size: int, setup: Callable[[], Any], log: Path, environment: Mapping[str, str], interrupted: Callable[[], bool]
+        self,
+        size: int,
+        setup: Callable[[], Any],
+        log: Path,
+        environment: Mapping[str, str],
+        interrupted: Callable[[], bool],
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -120,7 +125,11 @@ class _Process:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = os.environ | dict(self._environment) | {"PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+        environment = (
+            os.environ
+            | dict(self._environment)
+            | {"PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+        )
         program = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()})"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -157,13 +166,17 @@ class _Process:
             self._process.wait()
             answer = Outcome(reason="crashed", detail=f"the worker ended with {_exit(self._process.returncode)}")
         if answer is None and time.monotonic() > self._deadline and not (self.ready and not self.busy):
-            answer = Outcome(reason="timed out", detail=f"no result after {self._seconds if self.ready else START_SECONDS:g} s")
+            answer = Outcome(
+                reason="timed out", detail=f"no result after {self._seconds if self.ready else START_SECONDS:g} s"
+            )
         if answer is None:
             return None
         if not self.ready:
             if answer.reason:
                 self.stop()
-                raise WorkerError(f"worker did not start: {answer.reason}: {answer.detail}; what it printed is in {self._log}")
+                raise WorkerError(
+                    f"worker did not start: {answer.reason}: {answer.detail}; what it printed is in {self._log}"
+                )
             self.ready = True
             return None
         index, self._task = self._task, None

@@ -1,4 +1,4 @@
-"""A small problem for the tests of the search: a matrix product whose schedules differ widely, and candidates that fail.
+"""A small problem for the tests of the search: a matrix product with fast, slow and failing schedules.
 
 A module of its own, because the workers import it.
 """
