@@ -32,6 +32,10 @@ class Builder:
     def __exit__(self, *details: object) -> None:
         self._pool.__exit__(*details)
 
+    def settle(self) -> None:
+        """Wait until no process is importing its compiler: that would disturb a measurement."""
+        self._pool.settle()
+
     def prepare(self, problem: Problem, shared: Path) -> None:
         """Build what the problem's candidates share.
 

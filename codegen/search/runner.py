@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,17 +54,14 @@ class Runner:
         return flops, moved
 
     def measure(self, problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> Outcome:
-        """Check and time one candidate; the outcome's value is its microseconds (the least of its samples).
-
-        Interference only ever adds time, so the least of many samples repeats best.
-        """
+        """Check and time one candidate; the outcome's value is its undisturbed microseconds."""
         outcome = self._one(_measure, (problem, shared, contestant, best_us), self._seconds)
         if outcome.reason == WrongResultError.reason:
             self._pool.restart()  # it may have written anywhere
         return outcome
 
     def compare(self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
-        """Time the contestants in one process, in turns, for `seconds` in all; median microseconds of each."""
+        """Time the contestants in one process, in turns, for `seconds` in all; undisturbed microseconds of each."""
         task = (problem, shared, list(contestants), seconds)
         return list(self._value(self._one(_compare, task, seconds + self._seconds * len(contestants))))
 
@@ -117,6 +113,15 @@ def _sample(call: Callable[[], object], number: int) -> float:
     return (time.perf_counter() - started) / number
 
 
+def _undisturbed(samples: list[float]) -> float:
+    """The tenth percentile of the samples.
+
+    Other load only ever adds time, in steps as long as a scheduler's: on a shared machine the median measures the
+    neighbours. The very least sample may have had a clock that nobody else got.
+    """
+    return sorted(samples)[len(samples) // 10]
+
+
 def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> float:
     call, _, _ = _checked(_measured(problem, shared), contestant)
     warm = _sample(call, 1)
@@ -127,7 +132,7 @@ def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: fl
     end = time.perf_counter() + MEASURE_SECONDS
     while len(samples) < MIN_SAMPLES or (time.perf_counter() < end and len(samples) < MAX_SAMPLES):
         samples.append(_sample(call, number))
-    return min(samples) * 1e6
+    return _undisturbed(samples) * 1e6
 
 
 def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
@@ -143,7 +148,7 @@ def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], 
         for index in order:
             samples[index].append(_sample(calls[index], numbers[index]))
         turn += 1
-    return [statistics.median(values) * 1e6 for values in samples]
+    return [_undisturbed(values) * 1e6 for values in samples]
 
 
 def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:

@@ -186,6 +186,7 @@ class _Search:
         # Shared parts and leftovers may be of older code: only the candidates of this very log are used again.
         shutil.rmtree(self.shared, ignore_errors=True)
         self.builder.prepare(problem, self.shared)
+        self.builder.settle()
         self.flops, self.bytes = self.runner.work(problem, self.shared)
         limit = roofline.measure(problem.target).seconds(self.flops, self.bytes)
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
@@ -268,6 +269,7 @@ class _Search:
                 self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
             else:
                 built.append(index)
+        self.builder.settle()  # one that crashed has started anew
         for index in sorted(built):
             if enough():
                 break
@@ -327,6 +329,7 @@ class _Search:
         finalists = [decisions for index, decisions in enumerate(finalists) if index not in failed]
         if default not in finalists:
             raise TuneError("the untuned schedule no longer builds; see the log of the workers")
+        self.builder.settle()
         finalists, times = self._compare(finalists)
         if default not in finalists:
             raise TuneError("the untuned schedule no longer runs; see the log of the workers")
@@ -356,7 +359,7 @@ class _Search:
         )  # fmt: skip
 
     def _compare(self, finalists: list[dict[str, int]]) -> tuple[list[dict[str, int]], list[float]]:
-        """The finalists' median microseconds, measured in turns; those that fail (now) are left out."""
+        """The finalists' undisturbed microseconds, measured in turns; those that fail (now) are left out."""
         for attempt in range(2):
             contestants = [self._contestant(decisions) for decisions in finalists]
             seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))

@@ -110,6 +110,15 @@ class Pool:
                 if worker.busy:
                     worker.restart()
 
+    def settle(self) -> None:
+        """Wait until no process is starting any more; raises as `map` does."""
+        while not all(worker.ready for worker in self._workers):
+            wait([worker.connection for worker in self._workers], POLL_SECONDS)
+            if self._interrupted():
+                raise Interrupted
+            for worker in self._workers:
+                worker.poll()
+
     def restart(self) -> None:
         """Replace every process by a fresh one, e.g. after a candidate that may have written out of bounds."""
         for worker in self._workers:
