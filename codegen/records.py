@@ -84,8 +84,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
         schema: format of this file, `SCHEMA`.
         workload, key, definition_revision, target: what was searched (`schedules.workload.Workload`).
         problem: the representative problem that was timed, in words; flops and bytes of one call of it.
-        decisions, us: the schedule that is kept and its undisturbed microseconds; default: the untuned one; top: the best
-            few, best first. All measured interleaved in one process.
+        decisions, us: the schedule that is kept, and its undisturbed microseconds; default: the untuned one; top: the
+            best few, best first. All measured interleaved in one process.
         roofline_percent: of the machine's limit, min(compute, bandwidth) for flops and bytes.
         trials: candidates measured; failures: how many of them failed, by reason.
         curve: [trial, best us so far] at each improvement (times of the search itself, not interleaved).
