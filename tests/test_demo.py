@@ -13,11 +13,12 @@ from click.testing import CliRunner
 from tilewright.codegen.demo import gguf_model
 from tilewright.codegen.demo.command import PROMPTS, command
 from tilewright.codegen.demo.compare import compare, dense_engine, paged_engine
-from tilewright.codegen.demo.engine import Engine, ForwardBatch, ForwardMode, Request
+from tilewright.codegen.demo.engine import Engine, Request
 from tilewright.codegen.demo.gguf_model import ChatModel, DemoRequirementError, find_model, load_model
 from tilewright.codegen.demo.model import Llama
 from tilewright.codegen.demo.sdpa import SDPABackend
-from tilewright.runtime.pools import RequestTable, TokenKVPool
+from tilewright.runtime.forward_batch import ForwardBatch, ForwardMode
+from tilewright.runtime.pools import ReqToTokenPool, TokenToKVPool
 
 # Scores of one model on the same tokens by two ways to attend: (relative rms, largest absolute) over all new tokens.
 LOGITS = {
@@ -30,11 +31,8 @@ LOGITS = {
 
 def dense_logits(model: Llama, tokens: list[int]) -> torch.Tensor:
     """f32 [len(tokens), vocab]: the whole sequence in one causal SDPA call a layer; no cache, no chunks, no batch."""
-    n, zero = len(tokens), torch.zeros(1, dtype=torch.int32)
-    length = torch.tensor([n])
-    batch = ForwardBatch(
-        ForwardMode.EXTEND, 1, zero.long(), length, torch.arange(n), length.int(), zero, zero, n, length
-    )
+    n, length = len(tokens), torch.tensor([len(tokens)])
+    batch = ForwardBatch(ForwardMode.EXTEND, 1, torch.tensor([0]), seq_lens=length, extend_seq_lens=length)
     backend = SDPABackend(model.config, rows=1, length=n, dtype=model.dtype)
     return model.logits(model.forward(torch.tensor(tokens), torch.arange(n), backend, batch))
 
@@ -210,7 +208,7 @@ VOCAB = 97
 class Ledger:
     """A model and a backend in one, whose next token depends on every token of the request, read through the pools."""
 
-    def __init__(self, table: RequestTable, slots: int):
+    def __init__(self, table: ReqToTokenPool, slots: int):
         self.table = table
         self.stored = torch.full((slots,), -1)
         self.modes: list[tuple[str, list[int]]] = []
@@ -220,9 +218,9 @@ class Ledger:
         return sum(place * token for place, token in enumerate(tokens, 1)) % VOCAB
 
     def forward(self, tokens, positions, attention, batch):
-        self.modes.append((batch.forward_mode.value, batch.extend_seq_lens.tolist()))
+        self.modes.append((batch.forward_mode.name.lower(), batch.extend_seq_lens.tolist()))
         assert len(set(batch.req_pool_indices.tolist())) == batch.batch_size
-        assert batch.extend_num_tokens == len(tokens) == len(positions) == len(batch.out_cache_loc)
+        assert len(tokens) == len(positions) == len(batch.out_cache_loc)
         assert torch.equal(batch.extend_prefix_lens + batch.extend_seq_lens, batch.seq_lens)
         self.stored[batch.out_cache_loc] = tokens
         hidden = torch.zeros(len(tokens), VOCAB)
@@ -244,7 +242,10 @@ class Ledger:
 
 
 def make_engine(*, rows: int, slots: int, length: int = 64, **options) -> tuple[Engine, Ledger]:
-    table, pool = RequestTable(rows, length), TokenKVPool(slots, 1, 1, 1, dtype=torch.float32)
+    table, pool = (
+        ReqToTokenPool(rows, length),
+        TokenToKVPool(slots, layer_num=1, head_num=1, head_dim=1, dtype=torch.float32),
+    )
     ledger = Ledger(table, slots + 1)
     return Engine(ledger, ledger, table, pool, **options), ledger
 
@@ -268,7 +269,9 @@ def test_every_request_gets_its_own_tokens(chunk, rows, slots):
     engine, _ = make_engine(rows=rows, slots=slots, chunk=chunk)
     engine.run(requests)
     assert [request.output for request in requests] == [expected_output(request) for request in requests]
-    assert (engine.req_to_token_pool.available, engine.kv_allocator.available) == (rows, slots), "all given back"
+    assert (engine.req_to_token_pool.available_size(), engine.token_to_kv_pool.available_size()) == (rows, slots), (
+        "all given back"
+    )
     assert sum(spent.tokens for spent in engine.spent.values()) == sum(request.cache_len for request in requests)
 
 
@@ -297,7 +300,7 @@ def test_the_end_token_ends_a_request():
     engine, _ = make_engine(rows=1, slots=40, chunk=8, end_token=end)
     engine.run([request])
     assert request.output == expected_output(request)[: expected_output(request).index(end) + 1]
-    assert engine.kv_allocator.available == 40
+    assert engine.token_to_kv_pool.available_size() == 40
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.demo.engine import Engine, ForwardMode, Request, Spent
+from tilewright.codegen.demo.engine import Engine, Request, Spent
 from tilewright.codegen.demo.gguf_model import ChatModel
 from tilewright.codegen.demo.model import Attention, Llama
 from tilewright.codegen.demo.sdpa import SDPABackend
 from tilewright.runtime.backend import PagedAttentionBackend
-from tilewright.runtime.pools import RequestTable, TokenKVPool
+from tilewright.runtime.forward_batch import ForwardMode
+from tilewright.runtime.pools import ReqToTokenPool, TokenToKVPool
 
 MAX_RUNNING = 4  # requests at a time; more wait for a free row
 ARRIVAL_STEPS = 4  # steps between two arrivals
@@ -26,8 +27,10 @@ def paged_engine(model: Llama, *, max_running: int, length: int, **options: Any)
     This is all that a serving loop needs: a request table, a KV pool, and an object that carries both to the backend.
     """
     c = model.config
-    table = RequestTable(max_running, length)
-    pool = TokenKVPool(max_running * length, c.num_layers, c.num_kv_heads, c.head_dim, dtype=model.dtype)
+    table = ReqToTokenPool(max_running, length)
+    pool = TokenToKVPool(
+        max_running * length, layer_num=c.num_layers, head_num=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype
+    )
     runner = SimpleNamespace(
         device="cpu",
         req_to_token_pool=table,
@@ -39,8 +42,8 @@ def paged_engine(model: Llama, *, max_running: int, length: int, **options: Any)
 
 def dense_engine(model: Llama, *, max_running: int, length: int, **options: Any) -> Engine:
     """The same over dense torch attention; of the pools it uses the numbering alone."""
-    table = RequestTable(max_running, length)
-    pool = TokenKVPool(max_running * length, 1, 1, 1, dtype=model.dtype)
+    table = ReqToTokenPool(max_running, length)
+    pool = TokenToKVPool(max_running * length, layer_num=1, head_num=1, head_dim=1, dtype=model.dtype)
     backend = SDPABackend(model.config, rows=len(table.req_to_token), length=length, dtype=model.dtype)
     return Engine(model, backend, table, pool, **options)
 

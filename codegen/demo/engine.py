@@ -5,49 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
 from tilewright.codegen.demo.model import Attention
-
-
-class ForwardMode(Enum):
-    """What one forward does; named and asked like SGLang's."""
-
-    EXTEND = "extend"
-    DECODE = "decode"
-
-    def is_extend(self) -> bool:
-        """Whether requests add any number of tokens behind a prefix that may be empty."""
-        return self is ForwardMode.EXTEND
-
-    def is_decode(self) -> bool:
-        """Whether every request adds one token."""
-        return self is ForwardMode.DECODE
-
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do; the engine never asks for such a forward."""
-        return False
-
-
-@dataclass(frozen=True)
-class ForwardBatch:
-    """What a backend reads of one forward, under SGLang's names; T new tokens of B requests."""
-
-    forward_mode: ForwardMode
-    batch_size: int
-    req_pool_indices: torch.Tensor  # int64 [B], row of each request in req_to_token
-    seq_lens: torch.Tensor  # int64 [B], the new tokens included
-    out_cache_loc: torch.Tensor  # int64 [T], slot of each new token
-    extend_seq_lens: torch.Tensor  # int32 [B], new tokens of each request
-    extend_prefix_lens: torch.Tensor  # int32 [B], tokens before them
-    extend_start_loc: torch.Tensor  # int32 [B], first row of each request in q
-    extend_num_tokens: int
-    seq_lens_cpu: torch.Tensor
-    encoder_lens: None = None
-    spec_info: None = None
+from tilewright.runtime.forward_batch import ForwardBatch, ForwardMode
+from tilewright.runtime.pools import ReqToTokenPool, TokenToKVPool
 
 
 @dataclass
@@ -106,8 +70,8 @@ class Engine:
         self,
         model: Model,
         attention: Attention,
-        req_to_token_pool: Any,
-        kv_allocator: Any,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: TokenToKVPool,
         *,
         chunk: int,
         end_token: int | None = None,
@@ -119,7 +83,7 @@ class Engine:
             model: makes hidden states and logits.
             attention: the backend that serves the model's layers.
             req_to_token_pool: the request table.
-            kv_allocator: hands out the slots of the KV pool.
+            token_to_kv_pool: the KV pool, which hands out the slots.
             chunk: most prompt tokens in one extend forward.
             end_token: a request that produces it leaves early; None: each makes all its tokens.
             keep_logits: keep the scores each output token was chosen from.
@@ -129,13 +93,13 @@ class Engine:
         self.model = model
         self.attention = attention
         self.req_to_token_pool = req_to_token_pool
-        self.kv_allocator = kv_allocator
+        self.token_to_kv_pool = token_to_kv_pool
         self.chunk = chunk
         self.end_token = end_token
         self.keep_logits = keep_logits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.spent = {mode: Spent() for mode in ForwardMode}
+        self.spent = {mode: Spent() for mode in (ForwardMode.EXTEND, ForwardMode.DECODE)}
 
     def run(self, requests: list[Request]) -> None:
         """Serve requests until each has its `max_new_tokens`, or the end token; a request joins at step `arrival`.
@@ -170,8 +134,7 @@ class Engine:
             self._forward(ForwardMode.DECODE, decoding)
 
     def _check(self, request: Request) -> None:
-        columns = self.req_to_token_pool.req_to_token.shape[1]
-        room = min(columns, self.kv_allocator.size)
+        room = min(self.req_to_token_pool.max_context_len, self.token_to_kv_pool.size)
         asked = f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens"
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(f"request: {asked}, expected at least 1 of each")
@@ -181,21 +144,22 @@ class Engine:
             )
 
     def _admit(self, request: Request) -> bool:
-        row = self.req_to_token_pool.alloc()
-        if row is None:
+        rows = self.req_to_token_pool.alloc(1)
+        if rows is None:
             return False
-        slots = self.kv_allocator.alloc(request.cache_len)
+        slots = self.token_to_kv_pool.alloc(request.cache_len)
         if slots is None:
-            self.req_to_token_pool.free(row)
+            self.req_to_token_pool.free(rows)
             return False
-        request.row, request.slots = row, slots
-        self.req_to_token_pool.req_to_token[row, : request.cache_len] = slots
+        request.row, request.slots = rows[0], slots
+        self.req_to_token_pool.write((request.row, slice(request.cache_len)), slots)
         return True
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.req_to_token_pool.free(request.row)
-        self.kv_allocator.free(request.slots)
+        assert request.slots is not None
+        self.token_to_kv_pool.free(request.slots)
         request.row, request.slots = -1, None
 
     def _forward(self, mode: ForwardMode, work: list[tuple[Request, int]]) -> None:
@@ -237,6 +201,5 @@ class Engine:
             extend_seq_lens=added,
             extend_prefix_lens=prefix,
             extend_start_loc=added.cumsum(0, dtype=torch.int32) - added,
-            extend_num_tokens=len(positions),
             seq_lens_cpu=seq_lens,
         )

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from tilewright.runtime.forward_batch import AttentionLayer
+
 
 class Attention(Protocol):
     """What the model asks of an attention backend; `PagedAttentionBackend` and `SDPABackend` both answer."""
@@ -36,22 +38,6 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    """What a backend reads of one attention layer, under the names of SGLang's RadixAttention."""
-
-    layer_id: int
-    tp_q_head_num: int
-    tp_k_head_num: int
-    tp_v_head_num: int
-    qk_head_dim: int
-    v_head_dim: int
-    scaling: float
-    logit_cap: float = 0.0
-    sliding_window_size: int = -1
-    is_cross_attention: bool = False
-
-
-@dataclass(frozen=True)
 class LlamaBlock:
     """The weights of one layer, [out, in] each; projections that read the same input are stacked into one."""
 
@@ -74,7 +60,7 @@ class Llama:
         self.norm = norm
         c = config
         self.layers = [
-            AttentionLayer(i, c.num_qo_heads, c.num_kv_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
+            AttentionLayer(i, c.num_qo_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
             for i in range(c.num_layers)
         ]
         frequencies = c.rope_base ** -(torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.codegen.demo.model import AttentionLayer, LlamaConfig
+from tilewright.codegen.demo.model import LlamaConfig
+from tilewright.runtime.forward_batch import AttentionLayer
 
 
 class SDPABackend:
@@ -55,7 +56,8 @@ class SDPABackend:
         if not save_kv_cache:
             raise ValueError("save_kv_cache: got False; this backend attends to its own cache and must write it")
         run = self._decode if forward_batch.forward_mode.is_decode() else self._extend
-        return run(q, k, v, *self.cache[layer.layer_id], layer.scaling).flatten(1)
+        keys, values = self.cache[layer.layer_id]
+        return run(q, k, v, keys, values, layer.scaling).flatten(1)
 
     def _decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
