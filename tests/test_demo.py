@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from abi_model import ModelStore
 from click.testing import CliRunner
 
 from tilewright.codegen.demo import gguf_model
@@ -17,6 +18,7 @@ from tilewright.codegen.demo.engine import Engine, Request
 from tilewright.codegen.demo.gguf_model import ChatModel, DemoRequirementError, find_model, load_model
 from tilewright.codegen.demo.model import Llama
 from tilewright.codegen.demo.sdpa import SDPABackend
+from tilewright.runtime import dispatch
 from tilewright.runtime.forward_batch import ForwardBatch, ForwardMode
 from tilewright.runtime.pools import ReqToTokenPool, TokenToKVPool
 
@@ -316,15 +318,20 @@ def test_impossible_requests_are_refused_before_anything_runs(request_, message)
         make_engine(rows=1, slots=8, chunk=0)
 
 
-# --- batches of the tiny model through SDPA -------------------------------------------------------------------------
+# --- batches of the tiny model -------------------------------------------------------------------------
 
 
-def test_dense_engine_equals_one_causal_call(tiny):
-    """The twin's cache, chunks, padding and mask change nothing."""
+@pytest.mark.parametrize("make", [dense_engine, paged_engine])
+def test_a_batch_equals_one_causal_call(tiny, make, monkeypatch):
+    """Caches, chunks, padding and masks change nothing; the paged kernels are those of the executable interface."""
+    dispatch.kernel.cache_clear()
+    monkeypatch.setattr(dispatch.store, "load", ModelStore().load)
+    monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
     requests = [
         Request(tiny.encode(text), 12, arrival) for text, arrival in [("hello world", 0), ("a", 1), ("12" * 20, 2)]
     ]
-    dense_engine(tiny.model, max_running=2, length=64, chunk=5, keep_logits=True).run(requests)
+    make(tiny.model, max_running=2, length=64, chunk=5, keep_logits=True).run(requests)
+    dispatch.kernel.cache_clear()
     for request in requests:
         expected = dense_logits(tiny.model, request.tokens[:-1])[len(request.prompt) - 1 :]
         torch.testing.assert_close(torch.stack(request.logits), expected, rtol=0, atol=1e-4)
