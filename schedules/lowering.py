@@ -15,6 +15,7 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.tirx import BufferRegion, IterVar
 
 TRIP = "tilewright.trip"
+PREFETCH = "tilewright.prefetch"
 
 
 def strided_parameters(func: tirx.PrimFunc, parameters: Mapping[str, bool]) -> tirx.PrimFunc:
@@ -78,6 +79,33 @@ def trip_counts(func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx
         return tirx.For(loop.loop_var, loop.min, extent, loop.kind, body, loop.thread_binding, annotations)
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.Stmt]) -> tirx.PrimFunc:
+    """Begin each iteration of loops annotated `sch.annotate(loop, PREFETCH, distance)` with a software prefetch.
+
+    `hint(distance, loops)` makes the statement; the last of `loops`, outermost first, is the annotated one. Distance 0 = none.
+    """
+    enclosing: list[tirx.For] = []
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.For:
+        annotations = {str(key): value for key, value in dict(loop.annotations).items()}
+        distance = int(annotations.pop(PREFETCH, 0))
+        enclosing.append(loop)
+        body = mutator.mutate(loop.body)
+        if distance:
+            body = tirx.SeqStmt([hint(distance, list(enclosing)), body])
+        enclosing.pop()
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, annotations)
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr]) -> tirx.Stmt:
+    """Ask for the cache line of one element, into all levels."""
+    zero, locality, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+    address = tirx.address_of(tirx.BufferLoad(buffer, list(indices)))
+    return tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, locality, data))
 
 
 def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -7,6 +7,7 @@ docs/kernel-abi.md has the argument tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import te, tirx
 from tvm.ir import Range
@@ -49,6 +50,38 @@ class PagedShape:
 
         names = ("group", "head_dim_qk", "head_dim_vo", "num_kv_heads", "num_items", "num_tokens")
         return PagedShape(block_q, chunk, **{name: size(name) for name in names})
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where the keys of an item lie: te tensors in the definition, buffers of the scheduled function in a pass."""
+
+    items: Any
+    req_to_token: Any
+    req_pool_indices: Any
+    kv_start: Any
+    window: tirx.Expr
+    chunk: tirx.Expr
+
+    def skipped_chunks(self, w: tirx.Expr) -> tirx.Expr:
+        """Chunks wholly before the window of the item's first row: never visited."""
+        before = self.items[w, POS] - self.window + 1 - self.items[w, KV_BEGIN]
+        return tirx.floordiv(tirx.max(before, 0).astype("int64"), self.chunk)
+
+    def offset(self, w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
+        """Offset within the item of key t of the c-th visited chunk."""
+        return (self.skipped_chunks(w) + c) * self.chunk + t
+
+    def position(self, w: tirx.Expr, offset: tirx.Expr) -> tirx.Expr:
+        """Position of the key at `offset`; beyond the item's last key the last one (stale slots may hold NaN)."""
+        last = self.items[w, KV_LEN].astype("int64") - 1
+        return self.items[w, KV_BEGIN].astype("int64") + tirx.min(offset, last)
+
+    def slot(self, w: tirx.Expr, position: tirx.Expr) -> tirx.Expr:
+        """Slot of the key at `position` of the item's request."""
+        request = self.items[w, REQUEST].astype("int64")
+        row = self.req_pool_indices[request].astype("int64")
+        return self.req_to_token[row, self.kv_start[request].astype("int64") + position].astype("int64")
 
 
 def _i64(value: tirx.Expr | int) -> tirx.Expr:
@@ -115,22 +148,12 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
     window, lookahead = tirx.Var("window", "int32"), tirx.Var("lookahead", "int32")
 
-    def key_offset(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
-        """Offset of key t of chunk c within the item; chunks wholly before the window are not visited."""
-        skipped = tirx.max(items[w, POS] - window + 1 - items[w, KV_BEGIN], 0)
-        return tirx.floordiv(skipped.astype("int64"), C) * C + c * C + t
-
-    def key_position(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
-        # Beyond the item's last key the last one is read again (its probability is 0): stale slots may hold NaN.
-        last = items[w, KV_LEN].astype("int64") - 1
-        return items[w, KV_BEGIN].astype("int64") + tirx.min(key_offset(w, c, t), last)
+    table = PageTable(items, req_to_token, req_pool_indices, kv_start, window, C)
 
     def gather(buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int) -> te.Tensor:
         def row(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, d: tirx.Expr) -> tirx.Expr:
-            j = key_position(w, c, t)
-            request = items[w, REQUEST].astype("int64")
-            column = kv_start[request].astype("int64") + j
-            paged = buffer[req_to_token[req_pool_indices[request].astype("int64"), column].astype("int64"), h, d]
+            j = table.position(w, table.offset(w, c, t))
+            paged = buffer[table.slot(w, j), h, d]
             if not extend:
                 return paged
             return tirx.if_then_else(
@@ -170,7 +193,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
 
     def options(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        position = items[w, KV_BEGIN] + key_offset(w, c, t).astype("int32")
+        position = items[w, KV_BEGIN] + table.offset(w, c, t).astype("int32")
         # A branch, not a select: tanh would cost all calls without a cap.
         score = tirx.if_then_else(
             cap_log2 > f32(0.0),

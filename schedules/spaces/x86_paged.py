@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import DataType, s_tir, tirx
 
 from tilewright.schedules import lowering
-from tilewright.schedules.lowering import TRIP
-from tilewright.schedules.paged_attention.definition import KV_BEGIN, KV_LEN, POS, PagedShape, paged_attention
+from tilewright.schedules.lowering import PREFETCH, TRIP
+from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable, paged_attention
 from tilewright.schedules.workload import Workload
 
 LANES = 8  # f32 lanes of a 256-bit register
+CACHE_LINE = 64
 
 
 def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
@@ -87,7 +88,78 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
-    return _trips(sch, shape)
+    return _finish(sch, shape)
+
+
+def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+    """The streaming decode kernel (see the module's text)."""
+    n = decisions
+    sch = s_tir.Schedule(paged_attention(workload, shape))
+    items = _parallel_items(sch)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+
+    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    sch.reorder(chunk, row, column)
+    sch.compute_at(_block(sch, "O"), chunk, preserve_unit_loops=True)
+    o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
+    # A tile of value rows stays in the first-level cache while the register tile walks over its columns.
+    o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
+    o_column_o, o_column = sch.split(o_column, [None, n["pv_vectors"] * LANES])
+    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_column)
+    for name in ("Vf", "Vg"):
+        sch.compute_inline(_block(sch, name))
+    for name in ("l", "P", "m", "X"):
+        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+
+    *_, dim = sch.get_loops(_block(sch, "S"))
+    _, lane = sch.split(dim, [None, LANES])
+    partial = sch.rfactor(lane, 5)
+    key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
+    key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
+    sch.compute_at(_block(sch, "S"), key_m, preserve_unit_loops=True)
+    sch.set_scope(_block(sch, "S"), 0, "local")
+    sch.compute_at(partial, key_m, preserve_unit_loops=True)
+    sch.set_scope(partial, 0, "local")
+    s_lane, _, _, _, s_key, s_row, dim = sch.get_loops(partial)[-7:]
+    sch.reorder(dim, s_key, s_row, s_lane)
+    for name in ("Kf", "Kg"):
+        sch.compute_inline(_block(sch, name))
+    for name in ("bound_lo", "bound_hi", "Qf"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    sch.compute_inline(_block(sch, "Qg"))
+
+    _vectorize_last(sch, "Qf")
+    for loop in (s_key, s_row, o_row, key_i):
+        sch.unroll(loop)
+    for loop in (s_lane, o_column):
+        sch.vectorize(loop)
+    _vectorize_last(sch, "acc")
+    sum_key, sum_row, sum_lane = sch.get_loops(_block(sch, "S"))[-3:]
+    for loop in (sum_key, sum_row, sum_lane):
+        sch.unroll(loop)
+    if int(sch.get(x_row).extent) > 1:
+        sch.vectorize(x_row)
+    tiles = [key_o, o_key_o]
+    p_key, p_row = sch.get_loops(_block(sch, "P"))[-2:]
+    tiles.append(sch.split(p_key, [None, n["key_tile"]])[0])
+    sch.vectorize(p_row)
+    for name in ("m", "l"):
+        r, t = sch.get_loops(_block(sch, name))[-2:]
+        tile, t = sch.split(t, [None, n["key_tile"]])
+        sch.reorder(tile, t, r)
+        sch.vectorize(r)
+        _decompose(sch, name, tile)
+        tiles.append(tile)
+    init = sch.decompose_reduction(partial, dim)
+    del init
+    _decompose(sch, "O", o_key_o)
+    _decompose(sch, "acc", chunk)
+    sch.annotate(chunk, TRIP, "chunks")
+    for tile in tiles:
+        sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
+    sch.annotate(key_m, PREFETCH, n["prefetch"])
+    return _finish(sch, shape)
 
 
 def _block(sch: s_tir.Schedule, name: str) -> Any:
@@ -117,22 +189,44 @@ def _decompose(sch: s_tir.Schedule, name: str, loop: Any) -> None:
         sch.vectorize(last)
 
 
-def _trips(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
-    """Run each item's own number of chunks, and of key tiles in its last chunk."""
+def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
+    """The passes after scheduling: each item's own number of chunks and key tiles; prefetch of the rows to come."""
     func = lowering.inline_reducer_bindings(sch.mod["main"])
-    items = next(p for p in func.params if p.name == "items")
-    window = next(p for p in func.params if p.name == "window")
-    chunk_keys = tirx.const(shape.chunk, "int32")
+    buffers = {p.name: p for p in func.params}
+    chunk_keys = tirx.const(shape.chunk, "int64")
+    names = ("items", "req_to_token", "req_pool_indices", "kv_start", "window")
+    table = PageTable(*(buffers[name] for name in names), chunk_keys)
 
-    def count(kind: str, enclosing: list[tirx.For]) -> tirx.Expr:
-        w = tirx.floordiv(enclosing[0].loop_var, shape.num_kv_heads)
-        before = tirx.max(items[w, POS] - window + 1 - items[w, KV_BEGIN], 0)
-        keys = tirx.max(items[w, KV_LEN] - tirx.floordiv(before, chunk_keys) * chunk_keys, 0)
+    def item(loops: list[tirx.For]) -> tuple[tirx.Expr, tirx.Expr]:
+        heads = shape.num_kv_heads
+        return tirx.floordiv(loops[0].loop_var, heads), tirx.floormod(loops[0].loop_var, heads)
+
+    def chunk_var(loops: list[tirx.For]) -> tirx.Expr:
+        return next(loop.loop_var for loop in loops if dict(loop.annotations).get(TRIP) == "chunks")
+
+    def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
+        w, _ = item(loops)
+        keys = buffers["items"][w, KV_LEN].astype("int64") - table.skipped_chunks(w) * chunk_keys
         if kind == "chunks":
-            return tirx.floordiv(keys + (chunk_keys - 1), chunk_keys)
+            return tirx.floordiv(tirx.max(keys, 0) + (chunk_keys - 1), chunk_keys)
         tile = int(kind.split(":")[1])
-        chunk = next(loop.loop_var for loop in enclosing if dict(loop.annotations).get(TRIP) == "chunks")
-        left = keys - chunk.astype("int32") * chunk_keys
-        return tirx.floordiv(left + (tile - 1), tirx.const(tile, "int32"))
+        return tirx.floordiv(keys - chunk_var(loops) * chunk_keys + (tile - 1), tirx.const(tile, "int64"))
 
-    return lowering.trip_counts(func, count)
+    def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
+        w, h = item(loops)
+        # The annotated loop walks over register tiles within a tile of keys.
+        tiles = next(loop for loop in reversed(loops) if str(dict(loop.annotations).get(TRIP)).startswith("keys"))
+        tile = int(str(dict(tiles.annotations)[TRIP]).split(":")[1])
+        keys = tile // int(loops[-1].extent)
+        t = tirx.Var("t_prefetch", "int64")
+        here = table.offset(w, chunk_var(loops), tiles.loop_var * tile + loops[-1].loop_var * keys + t)
+        lines = []
+        for name, ahead in (("k_buffer", distance), ("v_buffer", 0)):
+            row = table.slot(w, table.position(w, here + ahead))
+            per_line = CACHE_LINE // DataType(buffers[name].dtype).itemsize
+            columns = range(0, int(buffers[name].shape[-1]), per_line)
+            lines += [lowering.prefetch_line(buffers[name], [row, h, tirx.const(x, "int64")]) for x in columns]
+        zero = tirx.const(0, "int64")
+        return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
+
+    return lowering.trip_counts(lowering.prefetches(func, hint), count)
