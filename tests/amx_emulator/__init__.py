@@ -62,5 +62,5 @@ def hardware_runs_tiles() -> bool:
 
 @pytest.fixture(scope="session")
 def amx_emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Tile instructions work in this process from here on. Installed after pytest's faulthandler, which gets the rest."""
+    """Tile instructions work in this process from here on. Installed after faulthandler, which still gets the rest."""
     return Emulator(build(tmp_path_factory.mktemp("amx_emulator")))

@@ -96,7 +96,7 @@ def functions() -> dict[str, str]:
     return bodies
 
 
-# A handler that was there before the emulator: it counts, steps over a fault of two bytes (ud2), lets raised signals be.
+# A handler that was there first: it counts, steps over a fault of two bytes (ud2) and ignores raised signals.
 EARLIER_HANDLER = r"""
 #define _GNU_SOURCE
 #include <signal.h>
