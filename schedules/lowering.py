@@ -5,11 +5,14 @@ None of them changes what is computed for valid inputs: they state how parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import tvm_ffi
 from tvm import DataType, tirx
-from tvm.ir.expr import Var
+from tvm.ir import Range
+from tvm.ir.expr import TensorLoad, Var
+from tvm.s_tir import SBlock, SBlockRealize
+from tvm.tirx import BufferRegion, IterVar
 
 TRIP = "tilewright.trip"
 
@@ -71,7 +74,102 @@ def trip_counts(func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx
         enclosing.pop()
         extent = loop.extent
         if kind is not None:
-            extent = tirx.min(extent, count(str(kind), list(enclosing)).astype(str(extent.dtype)))
+            extent = tirx.min(extent, count(str(kind), list(enclosing)).astype(str(extent.ty.dtype)))
         return tirx.For(loop.loop_var, loop.min, extent, loop.kind, body, loop.thread_binding, annotations)
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Store the results of tuple reducers straight from their expressions.
+
+    A tuple reducer lowers to bindings of all new values, then their stores. TVM 0.27 vectorises a binding as a scalar loop,
+    which leaves the last lane's value in every lane. Stored in reverse order the bindings are not needed, as long as no value reads
+    a buffer stored before it; that is checked.
+
+    Raises:
+        ValueError: a reducer's value reads an accumulator that a later component of the tuple has replaced.
+    """
+
+    def visit(seq: tirx.SeqStmt) -> tirx.Stmt:
+        bindings = [stmt for stmt in seq.seq if isinstance(stmt, tirx.Bind)]
+        stores = [stmt for stmt in seq.seq if isinstance(stmt, tirx.BufferStore)]
+        if not bindings or len(bindings) != len(stores) or len(seq.seq) != 2 * len(stores):
+            return seq
+        result: list[tirx.Stmt] = []
+        for store in reversed(stores):
+            value = next(bind.value for bind in bindings if bind.var.same_as(store.value))
+            for earlier in result:
+                if _reads(value, earlier.buffer):
+                    raise ValueError(f"reducer: the value of {store.buffer.name} reads {earlier.buffer.name}, stored before it")
+            result.append(tirx.BufferStore(store.buffer, value, store.indices))
+        return tirx.SeqStmt(result)
+
+    return tvm_ffi.structural_map(func, (tirx.SeqStmt, visit))
+
+
+def _reads(value: tirx.Expr, buffer: Var) -> bool:
+    found = []
+
+    def visit(load: TensorLoad) -> TensorLoad:
+        if load.source.same_as(buffer):
+            found.append(load)
+        return load
+
+    tvm_ffi.structural_map(value, (TensorLoad, visit))
+    return bool(found)
+
+
+def append_block(
+    func: tirx.PrimFunc,
+    name: str,
+    internal: Sequence[str],
+    extents: Mapping[str, tirx.Expr | int],
+    body: Callable[[Mapping[str, Var], Mapping[str, Var]], tuple[tirx.Stmt, list[BufferRegion], list[BufferRegion]]],
+) -> tirx.PrimFunc:
+    """Append one opaque block that consumes results of the function and writes parameters where it likes.
+
+    Tensor expressions write dense outputs only; a scatter into the caller's rows is such a block.
+
+    Args:
+        func: an s_tir function whose parameters named in `internal` are outputs.
+        name: of the block.
+        internal: these parameters become buffers of the function's own.
+        extents: the block's data-parallel axes, outermost first.
+        body: called with the buffers by name and the axes by name; gives the block's statement, what it reads and writes.
+    """
+    buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
+    root = func.body.block
+    loops = {axis: tirx.Var(f"{name}_{axis}", "int64") for axis in extents}
+    axes = {axis: tirx.Var(f"v_{axis}", "int64") for axis in extents}
+    stmt, reads, writes = body(buffers, axes)
+    data_parallel = 0  # IterVar's type code
+    block = SBlock(
+        [IterVar(_range(extent), axes[axis], data_parallel) for axis, extent in extents.items()],
+        reads,
+        writes,
+        name,
+        stmt,
+    )
+    nest: tirx.Stmt = SBlockRealize(list(loops.values()), True, block)
+    for axis in reversed(list(extents)):
+        bounds = _range(extents[axis])
+        nest = tirx.For(loops[axis], bounds.min, bounds.extent, tirx.ForKind.SERIAL, nest)
+    new_root = SBlock(
+        root.iter_vars,
+        root.reads,
+        root.writes,
+        root.name_hint,
+        tirx.SeqStmt([root.body, nest]),
+        root.init,
+        [*root.alloc_buffers, *(buffers[n] for n in internal)],
+        root.match_buffers,
+        root.annotations,
+    )
+    parameters = [p for p in func.params if not (tirx.is_buffer_var(p) and p.name in internal)]
+    return tirx.PrimFunc(parameters, SBlockRealize([], True, new_root), func.ret_type, func.attrs)
+
+
+def _range(extent: tirx.Expr | int) -> Range:
+    zero = tirx.const(0, "int64")
+    return Range.from_min_extent(zero, tirx.const(extent, "int64") if isinstance(extent, int) else extent)

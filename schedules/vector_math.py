@@ -6,6 +6,8 @@ and are accurate to about 2 units in the last place on the ranges given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 
 LOG2_E = 1.4426950408889634
@@ -30,36 +32,67 @@ def _reinterpret(dtype: str, value: tirx.Expr) -> tirx.Expr:
     return tirx.call_intrin(dtype, "tirx.reinterpret", value)
 
 
+def _let(name: str, value: tirx.Expr, body: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
+    """`body` of a named value: an expression used twice would otherwise be copied twice, tree by tree."""
+    value = tirx.convert(value)  # an element of a te tensor becomes an expression
+    var = tirx.Var(name, str(value.ty.dtype))
+    return tirx.Let(var, value, body(var))
+
+
 def exp2(x: tirx.Expr) -> tirx.Expr:
     """2**x for x <= 0; exactly 0 below -126 (so for -inf), exactly 1 at 0. NaN gives NaN."""
-    # A comparison with NaN is false: the operand order keeps NaN alive where max() would drop it.
-    clamped = tirx.Select(x < f32(-126.0), f32(-126.0), x)
-    whole = tirx.nearbyint(clamped)
-    fraction = clamped - whole
-    value = f32(_EXP2[0])
-    for coefficient in (*_EXP2[1:], _EXP2_LINEAR, 1.0):
-        value = value * fraction + f32(coefficient)
-    shifted = _reinterpret("int32", value) + tirx.shift_left(whole.astype("int32"), tirx.const(23, "int32"))
-    return tirx.Select(x < f32(-126.0), f32(0.0), _reinterpret("float32", shifted))
+
+    def normal(x: tirx.Expr, whole: tirx.Expr) -> tirx.Expr:
+        fraction = x - whole
+        value = f32(_EXP2[0])
+        for coefficient in (*_EXP2[1:], _EXP2_LINEAR, 1.0):
+            value = value * fraction + f32(coefficient)
+        exponent = tirx.shift_left(whole.astype("int32"), tirx.const(23, "int32"))
+        return _reinterpret("float32", _reinterpret("int32", value) + exponent)
+
+    def guarded(x: tirx.Expr) -> tirx.Expr:
+        # A comparison with NaN is false: the operand order keeps NaN alive where max() would drop it.
+        clamped = tirx.Select(x < f32(-126.0), f32(-126.0), x)
+        value = _let("x", clamped, lambda y: _let("whole", tirx.nearbyint(y), lambda whole: normal(y, whole)))
+        return tirx.Select(x < f32(-126.0), f32(0.0), value)
+
+    return _let("exponent", x, guarded)
 
 
 def log2(x: tirx.Expr) -> tirx.Expr:
     """log2(x) for normal x > 0. What it gives for 0, infinity and NaN is unspecified: guard them at the call."""
-    sqrt_half = tirx.const(0x3F3504F3, "int32")
-    bits = _reinterpret("int32", x)
-    exponent = tirx.shift_right(bits - sqrt_half, tirx.const(23, "int32"))
-    mantissa = _reinterpret("float32", bits - tirx.shift_left(exponent, tirx.const(23, "int32")))  # [sqrt(1/2), sqrt(2))
-    s = (mantissa - f32(1.0)) / (mantissa + f32(1.0))  # ln(mantissa) = 2 atanh(s), |s| < 0.172
-    square = s * s
-    series = f32(1 / 9)
-    for denominator in (7, 5, 3, 1):
-        series = series * square + f32(1 / denominator)
-    return exponent.astype("float32") + f32(2 * LOG2_E) * s * series
+    mantissa_bits = tirx.const(23, "int32")
+
+    def of_parts(bits: tirx.Expr, exponent: tirx.Expr) -> tirx.Expr:
+        mantissa = _reinterpret("float32", bits - tirx.shift_left(exponent, mantissa_bits))  # [sqrt(1/2), sqrt(2))
+        logarithm = _let("mantissa", mantissa, lambda x: _let("s", (x - f32(1.0)) / (x + f32(1.0)), _twice_atanh))
+        return exponent.astype("float32") + f32(LOG2_E) * logarithm
+
+    def of_bits(bits: tirx.Expr) -> tirx.Expr:
+        sqrt_half = tirx.const(0x3F3504F3, "int32")
+        return _let("exponent", tirx.shift_right(bits - sqrt_half, mantissa_bits), lambda e: of_parts(bits, e))
+
+    return _let("bits", _reinterpret("int32", x), of_bits)
+
+
+def _twice_atanh(s: tirx.Expr) -> tirx.Expr:
+    """2 atanh(s) = ln((1 + s) / (1 - s)) for |s| < 0.172."""
+
+    def series(square: tirx.Expr) -> tirx.Expr:
+        value = f32(1 / 9)
+        for denominator in (7, 5, 3, 1):
+            value = value * square + f32(1 / denominator)
+        return value
+
+    return f32(2.0) * s * _let("square", s * s, series)
 
 
 def tanh(x: tirx.Expr) -> tirx.Expr:
     """tanh(x) with an absolute error below 2e-7 everywhere. NaN gives NaN."""
-    magnitude = tirx.Select(x < f32(0.0), f32(0.0) - x, x)
-    e = exp2(magnitude * f32(-2 * LOG2_E))
-    value = (f32(1.0) - e) / (f32(1.0) + e)
-    return tirx.Select(x < f32(0.0), f32(0.0) - value, value)
+
+    def of(x: tirx.Expr) -> tirx.Expr:
+        magnitude = tirx.Select(x < f32(0.0), f32(0.0) - x, x)
+        value = _let("e", exp2(magnitude * f32(-2 * LOG2_E)), lambda e: (f32(1.0) - e) / (f32(1.0) + e))
+        return _let("magnitude", value, lambda y: tirx.Select(x < f32(0.0), f32(0.0) - y, y))
+
+    return _let("argument", x, of)

@@ -1,0 +1,296 @@
+"""Paged softmax attention, the merge of partial states and the KV write, as tensor expressions.
+
+One definition for every target and phase: spaces schedule the stages, they never restate the maths. README.md derives it;
+docs/kernel-abi.md has the argument tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import te, tirx
+from tvm.ir import Range
+from tvm.ir.expr import Var
+
+from tilewright.schedules import lowering
+from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, f32, log2, negative_infinity, tanh
+from tilewright.schedules.workload import Workload
+
+TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
+
+# Columns of `items` (docs/kernel-abi.md).
+REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART = range(9)
+ITEM_COLUMNS = 10
+
+
+@dataclass(frozen=True)
+class PagedShape:
+    """Sizes of one paged kernel: integers where the workload (or a representative) fixes them, else symbols.
+
+    `block_q` query tokens and `chunk` keys per softmax chunk are decisions; the others belong to the problem.
+    """
+
+    block_q: int
+    chunk: int
+    group: tirx.Expr | int
+    head_dim_qk: tirx.Expr | int
+    head_dim_vo: tirx.Expr | int
+    num_kv_heads: tirx.Expr | int
+    num_items: tirx.Expr | int
+    num_tokens: tirx.Expr | int
+
+    @staticmethod
+    def of(workload: Workload, block_q: int, chunk: int, **sizes: int) -> PagedShape:
+        """The shape of `workload`; `sizes` fixes num_kv_heads, num_items, num_tokens (a representative)."""
+
+        def size(name: str) -> tirx.Expr | int:
+            fixed = getattr(workload, name, None) or sizes.get(name)
+            return fixed if fixed is not None else tirx.Var(name, "int64")
+
+        names = ("group", "head_dim_qk", "head_dim_vo", "num_kv_heads", "num_items", "num_tokens")
+        return PagedShape(block_q, chunk, **{name: size(name) for name in names})
+
+
+def _i64(value: tirx.Expr | int) -> tirx.Expr:
+    return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
+
+
+def _finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
+    # -inf - -inf is NaN: rows without a visible key are shifted by 0 instead.
+    return tirx.Select(maximum == negative_infinity(), f32(0.0), maximum)
+
+
+def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
+    """Attend the query rows of each work item to its paged keys and values.
+
+    Computes softmax(options(q k^T)) v with f32 accumulation, chunk by chunk of keys, and the natural-log LSE.
+    Source: the softmax monoid of Milakov and Gimelshein (arXiv:1805.02867) and FlashAttention; derivation in README.md.
+
+    Args:
+        workload: operator "paged_decode" or "paged_extend".
+        shape: its sizes.
+
+    Returns:
+        An s_tir function with the arguments of docs/kernel-abi.md in call order and these blocks, to be scheduled:
+        Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible positions of a row), S (scores),
+        X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over chunks), F (normaliser), lse_row, store.
+    """
+    extend = workload.operator == "paged_extend"
+    dtype = TVM_DTYPE[workload.dtype]
+    # Every extent is int64, constants too: TVM wants one index type a buffer, and addresses are 64-bit.
+    G, D, Dv, Hk, W, T, C, M = (
+        _i64(size)
+        for size in (
+            shape.group,
+            shape.head_dim_qk,
+            shape.head_dim_vo,
+            shape.num_kv_heads,
+            shape.num_items,
+            shape.num_tokens,
+            shape.chunk,
+            shape.block_q * shape.group,
+        )
+    )
+    Hq = Hk * G
+    slots, rows, columns, requests, new, partials = (
+        tirx.Var(name, "int64") for name in ("slots", "table_rows", "table_columns", "requests", "new_rows", "partials")
+    )
+
+    q = te.placeholder((T, Hq, D), dtype, name="q")
+    k_buffer = te.placeholder((slots, Hk, D), dtype, name="k_buffer")
+    v_buffer = te.placeholder((slots, Hk, Dv), dtype, name="v_buffer")
+    k_new = te.placeholder((new, Hk, D), dtype, name="k_new")
+    v_new = te.placeholder((new, Hk, Dv), dtype, name="v_new")
+    req_to_token = te.placeholder((rows, columns), "int32", name="req_to_token")
+    req_pool_indices = te.placeholder((requests,), "int32", name="req_pool_indices")
+    kv_start = te.placeholder((requests,), "int32", name="kv_start")
+    items = te.placeholder((W, ITEM_COLUMNS), "int32", name="items")
+    sinks = te.placeholder((Hq,), "float32", name="sinks")
+    out = te.placeholder((T, Hq, Dv), dtype, name="out")
+    lse = te.placeholder((T, Hq), "float32", name="lse")
+    part_o = te.placeholder((partials, Hq, Dv), "float32", name="part_o")
+    part_lse = te.placeholder((partials, Hq), "float32", name="part_lse")
+    scale_log2, cap_log2, scale_over_cap = (
+        tirx.Var(name, "float32") for name in ("scale_log2", "cap_log2", "scale_over_cap")
+    )
+    window, lookahead = tirx.Var("window", "int32"), tirx.Var("lookahead", "int32")
+
+    def key_offset(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
+        """Offset of key t of chunk c within the item; chunks wholly before the window are not visited."""
+        skipped = tirx.max(items[w, POS] - window + 1 - items[w, KV_BEGIN], 0)
+        return tirx.floordiv(skipped.astype("int64"), C) * C + c * C + t
+
+    def key_position(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
+        # Beyond the item's last key the last one is read again (its probability is 0): stale slots may hold NaN.
+        last = items[w, KV_LEN].astype("int64") - 1
+        return items[w, KV_BEGIN].astype("int64") + tirx.min(key_offset(w, c, t), last)
+
+    def gather(buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int) -> te.Tensor:
+        def row(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, d: tirx.Expr) -> tirx.Expr:
+            j = key_position(w, c, t)
+            request = items[w, REQUEST].astype("int64")
+            column = kv_start[request].astype("int64") + j
+            paged = buffer[req_to_token[req_pool_indices[request].astype("int64"), column].astype("int64"), h, d]
+            if not extend:
+                return paged
+            return tirx.if_then_else(
+                j < items[w, PREFIX].astype("int64"), paged, fresh[j + items[w, NEW_ROW].astype("int64"), h, d]
+            )
+
+        return te.compute((W, Hk, chunks, C, width), row, name=name)
+
+    chunks = tirx.ceildiv(columns, C)  # an upper bound; the kernel runs the item's own number (lowering.TRIP)
+    query_token = lambda w, r: tirx.min(tirx.floordiv(r, G), items[w, Q_LEN].astype("int64") - 1)  # noqa: E731
+
+    Qg = te.compute(
+        (W, Hk, M, D),
+        lambda w, h, r, d: q[
+            items[w, Q_ROW].astype("int64") + tirx.max(query_token(w, r), _i64(0)), h * G + tirx.floormod(r, G), d
+        ],
+        name="Qg",
+    )
+    Qf = te.compute((W, Hk, M, D), lambda *x: Qg(*x).astype("float32"), name="Qf")
+    Kg = gather(k_buffer, k_new, "Kg", D)
+    Kf = te.compute((W, Hk, chunks, C, D), lambda *x: Kg(*x).astype("float32"), name="Kf")
+    Vg = gather(v_buffer, v_new, "Vg", Dv)
+    Vf = te.compute((W, Hk, chunks, C, Dv), lambda *x: Vg(*x).astype("float32"), name="Vf")
+
+    # Visible key positions of row r: bound_lo < position <= bound_hi.
+    row_position = lambda w, r: items[w, POS] + tirx.floordiv(r, G).astype("int32")  # noqa: E731
+    bound_lo = te.compute((W, Hk, M), lambda w, h, r: row_position(w, r) - window, name="bound_lo")
+    bound_hi = te.compute(
+        (W, Hk, M),
+        lambda w, h, r: tirx.min(row_position(w, r) + lookahead, items[w, KV_BEGIN] + items[w, KV_LEN] - 1),
+        name="bound_hi",
+    )
+
+    d = te.reduce_axis((_i64(0), D), "d")
+    S = te.compute(
+        (W, Hk, chunks, C, M), lambda w, h, c, t, r: te.sum(Kf[w, h, c, t, d] * Qf[w, h, r, d], axis=d), name="S"
+    )
+
+    def options(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
+        position = items[w, KV_BEGIN] + key_offset(w, c, t).astype("int32")
+        # A branch, not a select: tanh would cost all calls without a cap.
+        score = tirx.if_then_else(
+            cap_log2 > f32(0.0),
+            cap_log2 * tanh(S[w, h, c, t, r] * scale_over_cap),
+            S[w, h, c, t, r] * scale_log2,
+        )
+        visible = tirx.And(position > bound_lo[w, h, r], position <= bound_hi[w, h, r])
+        return tirx.Select(visible, score, negative_infinity())
+
+    X = te.compute((W, Hk, chunks, C, M), options, name="X")
+    t_m, t_l, t_o = (te.reduce_axis((_i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
+    m = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.max(X[w, h, c, t_m, r], axis=t_m), name="m")
+    P = te.compute(
+        (W, Hk, chunks, C, M),
+        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - _finite_or_zero(m[w, h, c, r])),
+        name="P",
+    )
+    l = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.sum(P[w, h, c, t_l, r], axis=t_l), name="l")
+    O = te.compute(
+        (W, Hk, chunks, M, Dv),
+        lambda w, h, c, r, e: te.sum(P[w, h, c, t_o, r] * Vf[w, h, c, t_o, e], axis=t_o),
+        name="O",
+    )
+
+    c_acc = te.reduce_axis((_i64(0), chunks), "c")
+    acc_m, acc_l, acc_o = te.compute(
+        (W, Hk, M, Dv),
+        lambda w, h, r, e: softmax_monoid()((m[w, h, c_acc, r], l[w, h, c_acc, r], O[w, h, c_acc, r, e]), axis=c_acc),
+        name="acc",
+    )
+
+    def normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
+        sink = tirx.Select(items[w, PART] < 0, sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), negative_infinity())
+        return _normaliser(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)], sink)
+
+    F = te.compute((W, Hk, M), normaliser, name="F")
+    lse_row = te.compute((W, Hk, M), lambda w, h, r: _natural_lse(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)]), name="lse_row")
+
+    inputs = [q, k_buffer, v_buffer, *((k_new, v_new) if extend else ()), req_to_token, req_pool_indices, kv_start]
+    inputs += [items, sinks, out, lse, part_o, part_lse]
+    func = te.create_prim_func(
+        [*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row]
+    )
+    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype))
+    dense = {"q", "k_buffer", "v_buffer", "k_new", "v_new", "out"}
+    free = {"req_to_token", "req_pool_indices", "kv_start", "lse"}
+    present = {p.name for p in func.params if tirx.is_buffer_var(p)}
+    func = lowering.strided_parameters(
+        func, {name: True for name in dense & present} | {name: False for name in free & present}
+    )
+    return func.with_attr("global_symbol", workload.operator)
+
+
+def softmax_monoid() -> tirx.CommReducer:
+    """The reducer over partial softmax states (max, sum, values): base-2 exponents, (-inf, 0, 0) is the identity."""
+
+    def combine(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+        maximum = tirx.Select(x[0] > y[0], x[0], y[0])
+        shift = _finite_or_zero(maximum)
+        # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
+        total, values = (x[i] * exp2(x[0] - shift) + y[i] * exp2(y[0] - shift) for i in (1, 2))
+        return maximum, total, values
+
+    def identity(*dtypes: str) -> tuple[tirx.Expr, ...]:
+        return tirx.const(float("-inf"), dtypes[0]), tirx.const(0, dtypes[1]), tirx.const(0, dtypes[2])
+
+    return te.comm_reducer(combine, identity, name="softmax")
+
+
+def _normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
+    """1 / (sum + 2**(sink - max)), written so that no exponent is positive; 0 for an empty row."""
+    shift = _finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
+    denominator = total * exp2(maximum - shift) + exp2(sink - shift)
+    return tirx.Select(total == f32(0.0), f32(0.0), exp2(maximum - shift) / denominator)
+
+
+def _natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+    return tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
+
+
+def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
+    """The block that scatters an item's rows: whole rows to out and lse, partial states to part_o and part_lse."""
+    G, M, Dv = shape.group, shape.block_q * shape.group, shape.head_dim_vo
+
+    def body(buffers, axes):  # noqa: ANN001, ANN202
+        w, h = axes["w"], axes["h"]
+        items = buffers["items"]
+        i, g = (tirx.Var(name, "int64") for name in ("i", "g"))
+        head, r = h * G + g, i * G + g
+        item = lambda column: items[w, column].astype("int64")  # noqa: E731
+
+        def rows(o: Var, log: Var, first_row: tirx.Expr, cast: str) -> tirx.Stmt:
+            e = tirx.Var("e", "int64")
+            value = buffers["acc.v2"][w, h, r, e] * buffers["F"][w, h, r]
+            values = _loop(e, Dv, tirx.BufferStore(o, value.astype(cast), [first_row + i, head, e]))
+            return tirx.SeqStmt([tirx.BufferStore(log, buffers["lse_row"][w, h, r], [first_row + i, head]), values])
+
+        whole = rows(buffers["out"], buffers["lse"], item(Q_ROW), dtype)
+        partial = rows(buffers["part_o"], buffers["part_lse"], item(PART), "float32")
+        stmt = tirx.IfThenElse(items[w, PART] < 0, whole, partial)
+        stmt = _loop(i, item(Q_LEN), _loop(g, G, stmt))
+        per_item = [(w, 1), (h, 1), (0, M)]
+        reads = [
+            _region(buffers["acc.v2"], [*per_item, (0, Dv)]),
+            _region(buffers["F"], per_item),
+            _region(buffers["lse_row"], per_item),
+            _region(items, [(w, 1), (0, ITEM_COLUMNS)]),
+        ]
+        writes = [
+            _region(buffers[name], [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])])
+            for name in ("out", "lse", "part_o", "part_lse")
+        ]
+        return stmt, reads, writes
+
+    return body
+
+
+def _loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
+    return tirx.For(var, tirx.const(0, "int64"), _i64(extent), tirx.ForKind.SERIAL, body)
+
+
+def _region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
+    return tirx.BufferRegion(buffer, [Range.from_min_extent(_i64(begin), _i64(extent)) for begin, extent in bounds])
