@@ -161,6 +161,7 @@ def interleave_rows(columns: int) -> str:
         with T.sblock("root"):
             T.reads(source[0:2, 0:columns])
             T.writes(target[0:1, 0:columns, 0:2])
+            T.evaluate(tirx.buffer_data(source))  # keeps it bf16, see _address; leaves no code
             for j in range(0, columns, 16):
                 # As integers: TVM would widen bf16 values to f32 and round them back.
                 halves = [T.reinterpret("uint16x16", source[row, tirx.Ramp(j, 1, 16)]) for row in range(2)]
@@ -168,6 +169,60 @@ def interleave_rows(columns: int) -> str:
                 T.buffer_store(target, words, [0, j, tirx.Ramp(0, 1, 32)])  # 32 lanes: the last dimensions are dense
 
     return _register(f"amx_interleave_rows_{columns}", description, implementation)
+
+
+@functools.cache
+def transpose_to_bf16() -> str:
+    """Register Out[j, t] = bf16(In[t, j]): the left operand of a product from f32 values that lie the other way.
+
+    In is f32 [32, 16], Out bf16 [16, 32]; row strides are free, rows are dense. Rounded to nearest even; NaN stays NaN
+    if its upper half has a fraction (all that arithmetic on bf16 values makes).
+
+    Returns:
+        The name for `Schedule.tensorize`, whose block has the loops t, j.
+    """
+    keys, rows = 2 * TILE_WORDS, TILE_ROWS
+
+    def description() -> None:
+        source, target = _matrix("In", (keys, rows), "float32"), _matrix("Out", (rows, keys), "bfloat16")
+        with T.sblock("root"):
+            T.reads(source[0:keys, 0:rows])
+            T.writes(target[0:rows, 0:keys])
+            with T.grid(keys, rows) as loops, T.sblock("copy"):
+                t, j = T.axis.remap("SS", loops)
+                T.buffer_store(target, source[t, j].astype("bfloat16"), [j, t])
+
+    def implementation() -> None:
+        source_row, target_row = _sizes("In_row", "Out_row")
+        source = _matrix("In", (keys, rows), "float32", [source_row, 1])
+        target = _matrix("Out", (rows, keys), "bfloat16", [target_row, 1])
+
+        def rounded(t: int) -> tirx.Expr:
+            bits = T.Bind(T.reinterpret("uint32x16", source[t, tirx.Ramp(0, 1, 16)]))
+            return bits + (bits >> _lanes(16) & _lanes(1)) + _lanes(0x7FFF)
+
+        with T.sblock("root"):
+            T.reads(source[0:keys, 0:rows])
+            T.writes(target[0:rows, 0:keys])
+            pairs = [
+                T.Bind(rounded(2 * p) >> _lanes(16) | rounded(2 * p + 1) & _lanes(0xFFFF0000))
+                for p in range(TILE_WORDS)
+            ]
+            # A matrix of 16 x 16 words is transposed by exchanging the off-diagonal blocks of size 8, 4, 2, 1.
+            for size in (8, 4, 2, 1):
+                upper = [lane if lane & size == 0 else lane - size + 16 for lane in range(16)]
+                lower = [lane + size if lane & size == 0 else lane + 16 for lane in range(16)]
+                for p in (p for p in range(16) if p & size == 0):
+                    both = [pairs[p], pairs[p + size]]
+                    pairs[p], pairs[p + size] = (T.Bind(tirx.Shuffle(both, lanes)) for lanes in (upper, lower))
+            for j, words in enumerate(pairs):
+                T.buffer_store(target, T.reinterpret("bfloat16x32", words), [j, tirx.Ramp(0, 1, 32)])
+
+    return _register("amx_transpose_to_bf16", description, implementation)
+
+
+def _lanes(value: int) -> tirx.Expr:
+    return tirx.Broadcast(tirx.const(value, "uint32"), 16)
 
 
 def _tiles(extent: int) -> list[tuple[int, int]]:

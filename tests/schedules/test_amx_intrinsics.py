@@ -61,6 +61,44 @@ def test_interleave_description(rng):
     np.testing.assert_array_equal(got, pairs(rows))
 
 
+def rounding_cases(rng):
+    """f32 [32, 16]: ordinary values, halfway cases of both parities, zeros, infinities and NaN."""
+    x = rng.standard_normal((32, 16)).astype(np.float32)
+    bits = x.view(np.uint32)
+    bits[::3] = bits[::3] & 0xFFFF0000 | 0x8000
+    x[5, :6] = 0, -0.0, np.inf, -np.inf, np.nan, np.finfo(np.float32).max
+    return x
+
+
+def test_transpose_description(rng):
+    x = rounding_cases(rng)
+    got = run(description(amx.transpose_to_bf16()), x, np.zeros((16, 32), ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(got.astype(np.float32), x.T.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("target", [EMULATED, REAL], ids=["emulated", "real"])
+def test_transpose_by_shuffles(rng, target):
+    x = te.placeholder((64, 48), "float32", name="X")
+    rounded = te.compute((64, 48), lambda t, j: x[t, j].astype("bfloat16"), name="rounded")
+    copy = te.compute((48, 64), lambda j, t: rounded[t, j], name="copy")
+    schedule = s_tir.Schedule(te.create_prim_func([x, copy]))
+    block = schedule.get_sblock("rounded")
+    schedule.transform_layout(block, ("write", 0), lambda t, j: (j, t))
+    t, j = schedule.get_loops(block)
+    t0, t1 = schedule.split(t, [None, 32])
+    j0, j1 = schedule.split(j, [None, 16])
+    schedule.reorder(t0, j0, t1, j1)
+    schedule.tensorize(t1, amx.transpose_to_bf16())
+    built = tvm.compile(schedule.mod, target=tvm.target.Target(target))
+    if target is REAL:
+        words = set(built.mod.inspect_source("asm").split())
+        assert not words & {"vpextrd", "vpextrw", "vpinsrd", "vpinsrw", "vpgatherqd", "vpgatherdd"}
+    else:
+        values = np.tile(rounding_cases(rng), (2, 3))
+        got = run(built["main"], values, np.zeros((48, 64), ml_dtypes.bfloat16)).astype(np.float32)
+        np.testing.assert_array_equal(got, values.T.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
 def scheduled_product(rows, columns, depth, fresh):
     """C = A B of 2 x 2 products in rows and columns, and 2 in depth unless fresh, tensorized; every size static."""
     m, n, d = 2 * rows, 2 * columns, depth if fresh else 2 * depth
