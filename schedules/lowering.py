@@ -15,6 +15,8 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.tirx import BufferRegion, IterVar
 
 TRIP = "tilewright.trip"
+PREFETCH = "tilewright.prefetch"
+CACHE_LINE = 64  # bytes
 
 
 def strided_parameters(func: tirx.PrimFunc, parameters: Mapping[str, bool]) -> tirx.PrimFunc:
@@ -78,6 +80,54 @@ def trip_counts(func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx
         return tirx.For(loop.loop_var, loop.min, extent, loop.kind, body, loop.thread_binding, annotations)
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Ask for the rows that a gather will copy later.
+
+    A loop annotated `sch.annotate(loop, PREFETCH, distance)` copies one row of a parameter an iteration; loops of static
+    extent inside it run along the row. Each iteration then also prefetches the cache lines of the row that lies
+    `distance` iterations ahead, past the loop's end too: the index expression must be valid there. A row chosen by
+    if_then_else is prefetched from where it will come.
+    """
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.For:
+        annotations = {str(key): value for key, value in dict(loop.annotations).items()}
+        distance = annotations.pop(PREFETCH, None)
+        body = mutator.mutate(loop.body)
+        if distance is not None:
+            body = tirx.SeqStmt([_prefetch_row(loop.body, {loop.loop_var: loop.loop_var + int(distance)}), body])
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, annotations)
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def _prefetch_row(copy: tirx.Stmt, values: dict[Var, tirx.Expr]) -> tirx.Stmt:
+    def substitute(expr: tirx.Expr) -> tirx.Expr:
+        return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
+
+    width = 1
+    while isinstance(copy, tirx.For):
+        width *= int(copy.extent)
+        values[copy.loop_var] = tirx.const(0, "int64")
+        copy = copy.body
+    assert isinstance(copy, SBlockRealize) and isinstance(copy.block.body, tirx.BufferStore), "a loop over one copy"
+    axes = {axis.var: substitute(value) for axis, value in zip(copy.block.iter_vars, copy.iter_values, strict=True)}
+    values.update(axes)
+
+    def prefetch(load: tirx.Expr) -> tirx.Stmt:
+        if not isinstance(load, TensorLoad):  # if_then_else
+            condition, first, second = load.args
+            return tirx.IfThenElse(condition, prefetch(first), prefetch(second))
+        read, keep, data_cache = (tirx.const(n, "int32") for n in (0, 3, 1))
+        lines = []
+        for column in range(0, width, CACHE_LINE // DataType(load.source.dtype).itemsize):
+            line = tirx.BufferLoad(load.source, [*load.indices[:-1], load.indices[-1] + column])
+            arguments = (tirx.address_of(line), read, keep, data_cache)
+            lines.append(tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", *arguments)))
+        return tirx.SeqStmt(lines)
+
+    return prefetch(substitute(copy.block.body.value))
 
 
 def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -62,9 +62,8 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
         order = [(row, column) for column in column_tiles for row in row_tiles]
     else:
         order = [(row, column) for row in row_tiles for column in column_tiles]
-    held = len(order) + min(len(row_tiles), len(column_tiles)) + 1
-    if held > TILE_REGISTERS:
-        raise ValueError(f"bf16_product: {size} holds {held} tiles at once, there are {TILE_REGISTERS}")
+    if not product_fits(rows, columns):
+        raise ValueError(f"bf16_product: {size} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
     def description() -> None:
         a = _matrix("A", (rows, depth), "bfloat16")
@@ -104,6 +103,12 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
 
     name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "")
     return _register(name, description, implementation)
+
+
+def product_fits(rows: int, columns: int) -> bool:
+    """Whether a `bf16_product` holds no more tiles at once than there are registers."""
+    row_tiles, column_tiles = len(_tiles(rows)), len(_tiles(columns))
+    return row_tiles * column_tiles + min(row_tiles, column_tiles) + 1 <= TILE_REGISTERS
 
 
 @functools.cache
@@ -208,17 +213,57 @@ def transpose_to_bf16() -> str:
                 T.Bind(rounded(2 * p) >> _lanes(16) | rounded(2 * p + 1) & _lanes(0xFFFF0000))
                 for p in range(TILE_WORDS)
             ]
-            # A matrix of 16 x 16 words is transposed by exchanging the off-diagonal blocks of size 8, 4, 2, 1.
-            for size in (8, 4, 2, 1):
-                upper = [lane if lane & size == 0 else lane - size + 16 for lane in range(16)]
-                lower = [lane + size if lane & size == 0 else lane + 16 for lane in range(16)]
-                for p in (p for p in range(16) if p & size == 0):
-                    both = [pairs[p], pairs[p + size]]
-                    pairs[p], pairs[p + size] = (T.Bind(tirx.Shuffle(both, lanes)) for lanes in (upper, lower))
-            for j, words in enumerate(pairs):
+            for j, words in enumerate(_transposed(pairs)):
                 T.buffer_store(target, T.reinterpret("bfloat16x32", words), [j, tirx.Ramp(0, 1, 32)])
 
     return _register("amx_transpose_to_bf16", description, implementation)
+
+
+@functools.cache
+def interleave_columns() -> str:
+    """Register Out[k // 2, j, k % 2] = In[j, k]: the right operand of a product from its transpose.
+
+    In is bf16 [16, 32], Out bf16 [16, 16, 2]; row strides are free, the dimensions inside a row are dense.
+
+    Returns:
+        The name for `Schedule.tensorize`, whose block has the loops j, k.
+    """
+    rows, depth = TILE_ROWS, 2 * TILE_WORDS
+
+    def description() -> None:
+        source, target = _matrix("In", (rows, depth), "bfloat16"), _matrix("Out", (depth // 2, rows, 2), "bfloat16")
+        with T.sblock("root"):
+            T.reads(source[0:rows, 0:depth])
+            T.writes(target[0 : depth // 2, 0:rows, 0:2])
+            with T.grid(rows, depth) as loops, T.sblock("copy"):
+                j, k = T.axis.remap("SS", loops)
+                T.buffer_store(target, source[j, k], [k // 2, j, k % 2])
+
+    def implementation() -> None:
+        source_row, target_row = _sizes("In_row", "Out_row")
+        source = _matrix("In", (rows, depth), "bfloat16", [source_row, 1])
+        target = _matrix("Out", (depth // 2, rows, 2), "bfloat16", [target_row, 2, 1])
+        with T.sblock("root"):
+            T.reads(source[0:rows, 0:depth])
+            T.writes(target[0 : depth // 2, 0:rows, 0:2])
+            T.evaluate(tirx.buffer_data(source))  # keeps it bf16, see _address; leaves no code
+            words = [T.Bind(T.reinterpret("uint32x16", source[j, tirx.Ramp(0, 1, 32)])) for j in range(rows)]
+            for p, pairs in enumerate(_transposed(words)):
+                T.buffer_store(target, T.reinterpret("bfloat16x32", pairs), [p, 0, tirx.Ramp(0, 1, 32)])
+
+    return _register("amx_interleave_columns", description, implementation)
+
+
+def _transposed(rows: list[Var]) -> list[Var]:
+    """The columns of 16 vectors of 16 words: exchange the off-diagonal blocks of size 8, 4, 2, 1."""
+    rows = list(rows)
+    for size in (8, 4, 2, 1):
+        upper = [lane if lane & size == 0 else lane - size + 16 for lane in range(16)]
+        lower = [lane + size if lane & size == 0 else lane + 16 for lane in range(16)]
+        for p in (p for p in range(16) if p & size == 0):
+            both = [rows[p], rows[p + size]]
+            rows[p], rows[p + size] = (T.Bind(tirx.Shuffle(both, lanes)) for lanes in (upper, lower))
+    return rows
 
 
 def _lanes(value: int) -> tirx.Expr:
