@@ -230,7 +230,9 @@ def test_ones_without_decay_count_tokens():
     ones = torch.ones((tokens, 1, 1), dtype=torch.bfloat16)
     state, out = torch.zeros((1, 1, 1, 1)), torch.empty_like(ones)
     zero = torch.zeros(1, dtype=torch.int32)
-    function(ones, ones, ones, state, zero, zero, torch.tensor([0, tokens], dtype=torch.int32), torch.zeros(1), out, 1.0)
+    function(
+        ones, ones, ones, state, zero, zero, torch.tensor([0, tokens], dtype=torch.int32), torch.zeros(1), out, 1.0
+    )
     assert state.item() == tokens
     assert out[255].item() == 256
 

@@ -238,14 +238,16 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], sink)
 
     F = te.compute((W, Hk, M), row_normaliser, name="F")
-    lse_row = te.compute((W, Hk, M), lambda w, h, r: natural_lse(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)]), name="lse_row")
+    lse_row = te.compute(
+        (W, Hk, M), lambda w, h, r: natural_lse(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)]), name="lse_row"
+    )
 
     inputs = [q, k_buffer, v_buffer, *((k_new, v_new) if extend else ()), req_to_token, req_pool_indices, kv_start]
     inputs += [items, sinks, out, lse, part_o, part_lse]
-    func = te.create_prim_func(
-        [*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row]
+    func = te.create_prim_func([*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row])
+    func = lowering.append_block(
+        func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype)
     )
-    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype))
     dense = {"q", "k_buffer", "v_buffer", "k_new", "v_new", "out"}
     free = {"req_to_token", "req_pool_indices", "kv_start", "lse"}
     present = {p.name for p in func.params if tirx.is_buffer_var(p)}
@@ -311,7 +313,10 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
             region(items, [(w, 1), (0, ITEM_COLUMNS)]),
         ]
         writes = [
-            region(buffers[name], [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])])
+            region(
+                buffers[name],
+                [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])],
+            )
             for name in ("out", "lse", "part_o", "part_lse")
         ]
         return stmt, reads, writes

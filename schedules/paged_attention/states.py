@@ -34,7 +34,9 @@ def merge(workload: Workload) -> tirx.PrimFunc:
         monoid), F (normaliser), lse_row and store.
     """
     dtype = TVM_DTYPE[workload.dtype]
-    P, H, Dv, R, T = (tirx.Var(name, "int64") for name in ("partials", "num_heads", "head_dim_vo", "num_rows", "num_tokens"))
+    P, H, Dv, R, T = (
+        tirx.Var(name, "int64") for name in ("partials", "num_heads", "head_dim_vo", "num_rows", "num_tokens")
+    )
     part_o = te.placeholder((P, H, Dv), "float32", name="part_o")
     part_lse = te.placeholder((P, H), "float32", name="part_lse")
     rows = te.placeholder((R, i64(ROW_COLUMNS)), "int32", name="rows")

@@ -23,7 +23,6 @@ from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 LANES = 8  # f32 lanes of a 256-bit register
-CACHE_LINE = 64
 
 
 def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
@@ -65,7 +64,10 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.compute_inline(_block(sch, "Qg"))
     width = tirx.const(n["qk_vectors"] * LANES, "int64")
     sch.transform_layout(
-        _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, r // width, d, r % width), assume_injective_transform=True
+        _block(sch, "Qf"),
+        ("write", 0),
+        lambda w, h, r, d: (w, h, r // width, d, r % width),
+        assume_injective_transform=True,
     )
 
     _vectorize_last(sch, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
@@ -305,12 +307,22 @@ def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
         "pv_vectors": vectors,
         "pv_rows_outer": (0, 1),
     }
-    default = {"chunk": 128, "key_tile": 16, "qk_keys": 4, "qk_vectors": 1, "pv_rows": 4, "pv_vectors": vectors[0], "pv_rows_outer": 1}
+    default = {
+        "chunk": 128,
+        "key_tile": 16,
+        "qk_keys": 4,
+        "qk_vectors": 1,
+        "pv_rows": 4,
+        "pv_vectors": vectors[0],
+        "pv_rows_outer": 1,
+    }
 
     def legal(n: Decisions) -> bool:
         m = n["block_q"] * rows
         fits = n["qk_keys"] * n["qk_vectors"] <= 12 and n["pv_rows"] * n["pv_vectors"] <= 12
-        return fits and m % n["pv_rows"] == 0 and m % (n["qk_vectors"] * LANES) == 0 and n["key_tile"] % n["qk_keys"] == 0
+        return (
+            fits and m % n["pv_rows"] == 0 and m % (n["qk_vectors"] * LANES) == 0 and n["key_tile"] % n["qk_keys"] == 0
+        )
 
     return choices, default, legal
 
@@ -318,7 +330,9 @@ def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
 def _divisor_vectors(columns: int | None) -> tuple[int, ...]:
     """Vectors a register tile may span along `columns`."""
     if columns is None or columns % LANES:
-        raise UnsupportedWorkload(f"head dims: got {columns}, vector kernels take multiples of {LANES}; build the general module")
+        raise UnsupportedWorkload(
+            f"head dims: got {columns}, vector kernels take multiples of {LANES}; build the general module"
+        )
     return tuple(v for v in (1, 2, 3, 4) if columns % (v * LANES) == 0)
 
 
@@ -346,7 +360,9 @@ def _space(
     )
 
 
-def _fixed(build: Callable[[Decisions], tirx.PrimFunc], name: str, representative: Callable[[], tirx.PrimFunc]) -> Space:
+def _fixed(
+    build: Callable[[Decisions], tirx.PrimFunc], name: str, representative: Callable[[], tirx.PrimFunc]
+) -> Space:
     return Space({}, {}, lambda _: True, lambda n: tvm.IRModule({name: build(n)}), lambda _: {}, representative)
 
 
@@ -411,7 +427,7 @@ def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
         lines = []
         for name, ahead in (("k_buffer", distance), ("v_buffer", 0)):
             row = table.slot(w, table.position(w, here + ahead))
-            per_line = CACHE_LINE // DataType(buffers[name].dtype).itemsize
+            per_line = lowering.CACHE_LINE // DataType(buffers[name].dtype).itemsize
             columns = range(0, int(buffers[name].shape[-1]), per_line)
             lines += [lowering.prefetch_line(buffers[name], [row, h, tirx.const(x, "int64")]) for x in columns]
         zero = tirx.const(0, "int64")
