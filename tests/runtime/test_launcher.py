@@ -235,6 +235,17 @@ def test_one_thread_runs_one_task_in_place(library, threads):
     assert (result, ids, told, used) == (0, [0], 1, {threading.get_ident()})
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_set_num_threads_holds_in_threads_that_never_used_torch(library, threads):
+    results = []
+    for count in (1, 2):
+        threads(count)
+        thread = threading.Thread(target=lambda: results.append(run(library)[2]))
+        thread.start()
+        thread.join()
+    assert results == [1, 16]
+
+
 def test_thread_count_follows_the_affinity_mask(library, threads):
     threads(4)
     before = os.sched_getaffinity(0)
