@@ -60,6 +60,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
     width = dv if columns is None else columns
     groups = 1 if columns is None else tirx.ceildiv(dv, columns)
     panels = tirx.ceildiv(width, panel)
+    key_panels = tirx.ceildiv(dk, panel)
     row_panels = chunk // panel
     chunks = 2**31 // chunk  # bound of the chunk index: positions are int32
     table = 2 * chunk + 8  # weight of t tokens at chunk + t, for t in [-chunk, chunk]; those below 0 are never used
@@ -114,10 +115,10 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         vc = T.axis.opaque(chunks, c)
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
-                        kd = T.sblock_alloc_buffer((chunk, dk), "float32")
+                        kd = T.sblock_alloc_buffer((key_panels, chunk, panel), "float32")
                         vt = T.sblock_alloc_buffer((panels, chunk, panel), "float32")
-                        raw = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
-                        score = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
+                        raw = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
+                        score = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
                         inter = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         intra = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         update = T.sblock_alloc_buffer((panels, dk, panel), "float32")
@@ -152,7 +153,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         for j, d in T.grid(chunk, dk):
                             with T.sblock("k_decay"):
                                 vj, vd = T.axis.remap("SS", [j, d])
-                                kd[vj, vd] = kc[vj, vd] * decay[
+                                kd[vd // panel, vj, vd % panel] = kc[vj, vd] * decay[
                                     chunk + T.max(T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0)
                                 ]
                         for z in range(1):
@@ -165,14 +166,14 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                             with T.sblock("raw"):
                                 vj, vp, vi, vd = T.axis.remap("SSSR", [j, p, i, d])
                                 with T.init():
-                                    raw[vj, vp, vi] = T.float32(0)
-                                raw[vj, vp, vi] = raw[vj, vp, vi] + kc[vj, vd] * qt[vp, vd, vi]
+                                    raw[vp, vj, vi] = T.float32(0)
+                                raw[vp, vj, vi] = raw[vp, vj, vi] + kc[vj, vd] * qt[vp, vd, vi]
                         for j, p, i in T.grid(chunk, row_panels, panel):
                             with T.sblock("score"):
                                 vj, vp, vi = T.axis.remap("SSS", [j, p, i])
-                                score[vj, vp, vi] = T.Select(
+                                score[vp, vj, vi] = T.Select(
                                     vj <= vp * panel + vi,
-                                    raw[vj, vp, vi] * decay[chunk + vp * panel + vi - vj],
+                                    raw[vp, vj, vi] * decay[chunk + vp * panel + vi - vj],
                                     T.float32(0),
                                 )
                         for i, p, e, d in T.grid(chunk, panels, panel, dk):
@@ -188,7 +189,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                     intra[vi, vp, ve] = T.float32(0)
                                 # The score of later tokens is 0; the condition keeps their NaN and infinities out.
                                 intra[vi, vp, ve] = intra[vi, vp, ve] + T.if_then_else(
-                                    vj <= vi, score[vj, vi // panel, vi % panel] * vt[vp, vj, ve], T.float32(0)
+                                    vj <= vi, score[vi // panel, vj, vi % panel] * vt[vp, vj, ve], T.float32(0)
                                 )
                         for i, p, e in T.grid(chunk, panels, panel):
                             with T.sblock("out"):
@@ -210,7 +211,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
                                 with T.init():
                                     update[vp, vd, ve] = T.float32(0)
-                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vj, vd] * vt[vp, vj, ve]
+                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
                         for p, d, e in T.grid(panels, dk, panel):
                             with T.sblock("carry"):
                                 vp, vd, ve = T.axis.remap("SSS", [p, d, e])
