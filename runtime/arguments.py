@@ -5,6 +5,7 @@ The plain checks run in every call, so they compare first and build a message on
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if
 _FP8_LATER = "fp8 KV caches are not served yet; their home is a kv dtype of the workload (schedules/workload.py)"
 
 
-def dtype_name(q: Tensor) -> str:
-    """The workload's dtype of q.
+def dtype_name(tensor: Tensor, name: str = "q") -> str:
+    """The workload's dtype of a call's first tensor.
 
     Raises:
         TypeError: no kernel takes it.
     """
-    name = DTYPES.get(q.dtype) if isinstance(q, Tensor) else None
-    if name is None:
-        if not isinstance(q, Tensor):
-            raise TypeError(f"q: got {type(q).__name__}, expected a torch.Tensor")
-        raise TypeError(f"q: got {q.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
-    return name
+    dtype = DTYPES.get(tensor.dtype) if isinstance(tensor, Tensor) else None
+    if dtype is None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        raise TypeError(f"{name}: got {tensor.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
+    return dtype
 
 
 def sizes(name: str, tensor: Tensor, rank: int) -> torch.Size:
@@ -82,11 +83,20 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def expect_writable(name: str, tensor: Tensor) -> None:
-    """A tensor that a kernel writes must be addressable as it is: a copy would not reach the caller."""
+    """A tensor that a kernel writes must be addressable as it is: a copy would not reach the caller.
+
+    Raises:
+        ValueError: its last dimension is not dense, elements share memory (stride 0), or it requires a gradient.
+    """
     if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{name}: got strides {list(tensor.stride())}, expected a dense last dimension (it is written in place)"
         )
+    if 0 in tensor.stride() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(f"{name}: got strides {list(tensor.stride())}, expected memory of its own for every element")
+    inference_only(name, tensor)
 
 
 def inference_only(name: str, tensor: Tensor) -> Tensor:
@@ -110,12 +120,31 @@ def narrow(index: Tensor) -> Tensor:
     return index.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
+def real(name: str, value: float, low: float, high: float, *, note: str = "") -> float:
+    """A number within bounds, as a Python float.
+
+    Raises:
+        TypeError: not a number. ValueError: out of bounds, or NaN.
+    """
+    if type(value) is not float:
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name}: got {value!r}, expected a number")
+        value = float(value)
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, expected {low:g} <= {name} <= {high:g}{note}")
+    return value
+
+
 def kernel_window(window: int) -> int:
     """The kernels' window of a public one (0 = off).
 
     Raises:
-        ValueError: negative.
+        TypeError: not an integer. ValueError: negative.
     """
+    try:
+        window = operator.index(window)
+    except TypeError:
+        raise TypeError(f"window: got {window!r}, expected an integer") from None
     if window < 0:
         raise ValueError(f"window: got {window}, expected >= 0 (visible keys including the query's own; 0 = off)")
     return min(window, OFF) or OFF

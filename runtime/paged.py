@@ -243,7 +243,7 @@ def write_kv(
 
         ops.write_kv(k, v, k_buffer, v_buffer, loc)
         return
-    dtype = dtype_name(k)
+    dtype = dtype_name(k, "k")
     tokens, heads, dim = sizes("k", k, 3)
     dim_vo = sizes("v", v, 3)[2]
     slots = sizes("k_buffer", k_buffer, 3)[0]
@@ -272,11 +272,13 @@ def merge_states(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError, TypeError, MissingModuleError: as `decode_attention`.
     """
-    dtype = dtype_name(o)
+    dtype = dtype_name(o, "o")
     states, tokens, heads, dim = sizes("o", o, 4)
     expect("lse", lse, (states, tokens, heads), torch.float32, o.device)
     if not states:
         raise ValueError("o: got 0 states, expected at least one in dimension 0")
+    if not heads or not dim:
+        raise ValueError(f"o: got shape {list(o.shape)}, expected at least one head and dimension")
     out = torch.empty((tokens, heads, dim), dtype=o.dtype, device=o.device)
     out_lse = torch.empty((tokens, heads), dtype=torch.float32, device=o.device)
     if torch.compiler.is_compiling():

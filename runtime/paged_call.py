@@ -18,10 +18,11 @@ from tilewright.runtime.arguments import (
     inference_only,
     kernel_window,
     narrow,
+    real,
     sizes,
 )
 from tilewright.runtime.dispatch import kernel
-from tilewright.runtime.plan import Plan, plan_decode, plan_extend
+from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
 from tilewright.runtime.planner import OFF
 
 _LOG2E = math.log2(math.e)
@@ -105,6 +106,7 @@ def run(
             raise ValueError("k, v: got tensors with kv_lens, expected None (write the keys first: write_kv)")
         seq_lens, causal = kv_lens, decode
     if sinks is not None:
+        sizes("sinks", sinks, 1)
         expect("sinks", sinks, (num_qo_heads,), sinks.dtype, device)
         if sinks.dtype not in (torch_dtype, torch.float32):
             raise TypeError(f"sinks: got {sinks.dtype}, expected {torch_dtype} or torch.float32")
@@ -117,14 +119,19 @@ def run(
         expect_writable("v_buffer", v_buffer)
     if page_size != 1:
         expect_page_size(page_size)
-    if logit_cap < 0:
-        raise ValueError(f"logit_cap: got {logit_cap}, expected >= 0 (0 = off)")
+    # Bounds within which the quotient and the products below are f32 numbers.
+    if logit_cap != 0:
+        logit_cap = real("logit_cap", logit_cap, 1e-20, 1e20, note=" or 0 (off)")
+    scale = dim**-0.5 if sm_scale is None else real("sm_scale", sm_scale, -1e15, 1e15)
     q = inference_only("q", q)
+    k_buffer, v_buffer = inference_only("k_buffer", k_buffer), inference_only("v_buffer", v_buffer)
     if k_new is not None and v_new is not None:
         k_new, v_new = inference_only("k", k_new), inference_only("v", v_new)
 
     # -- the plan and the module
     if plan is None:
+        if kv_lens is not None:
+            host_lengths("kv_lens", kv_lens, batch)  # the plan would blame seq_lens
         plan = _make_plan(
             extend_seq_lens, seq_lens, extend_start_loc, batch_invariant=batch_invariant, causal=causal,
             window=0 if window == OFF else window, dims=(num_qo_heads, num_kv_heads, dim, dim_vo), device=device,
@@ -186,7 +193,6 @@ def run(
         write_rows(dtype, *write, k_buffer, v_buffer)
     if not work.num_items:
         return (out, lse) if return_lse else out
-    scale = dim**-0.5 if sm_scale is None else sm_scale
     if logit_cap:
         cap_log2, scale_over_cap = logit_cap * _LOG2E, scale / logit_cap
     else:
@@ -270,6 +276,8 @@ def _expect_plan(
 ) -> None:
     """A plan must have been made for such a call; the first difference is named."""
     phase = "decode" if decode else "extend"
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: got {type(plan).__name__}, expected a Plan of plan_{phase}")
     if plan.phase != phase:
         raise ValueError(f"plan: made by plan_{plan.phase}, expected one of plan_{phase}")
     if plan.dims != dims:

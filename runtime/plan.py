@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.runtime.arguments import narrow
+from tilewright.runtime.arguments import kernel_window, narrow
 from tilewright.runtime.planner import (
     ITEM_COLUMNS,
     MERGE_COLUMNS,
@@ -152,8 +152,7 @@ class Plan:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads: got {num_qo_heads}, expected a multiple of num_kv_heads = {num_kv_heads}")
-        if window < 0:
-            raise ValueError(f"window: got {window}, expected >= 0 (0 = off)")
+        window = kernel_window(window) % OFF
         self.phase = phase
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim_qk, self.head_dim_vo = head_dim_qk, head_dim_vo

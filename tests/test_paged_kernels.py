@@ -5,6 +5,7 @@ import itertools
 import math
 import mmap
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -421,6 +422,16 @@ def test_window_edge(modules, size):
                 assert bool((out > 0).all()) is seen and bool((out == 0).all()) is not seen
 
 
+@pytest.mark.parametrize("cap", [1e3, 1e5, 1e20])
+def test_large_caps_cost_no_accuracy(modules, cap):
+    """P16: a cap far above the scores is the plain softmax, not one of coarse scores."""
+    for size in BOTH:
+        modules.use(size)
+        batch = decode_batch(size, [200, 60])
+        batch.q *= 5
+        check(batch, decode=True, logit_cap=cap)
+
+
 def test_cap_comes_before_the_mask(modules):
     """P18: a capped score of a hidden key would be -cap, not nothing: row 0 sees key 0 alone."""
     for size in BOTH:
@@ -488,10 +499,11 @@ def test_scores_below_any_sentinel(modules, size):
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
-def test_nan_query_gives_its_row_nan(modules, dtype, size, decode):
-    """P09: the row of a NaN query is NaN, and no other row or head changes a bit."""
-    modules.use(size)
+def test_nan_query_gives_its_row_nan(modules, many_threads, dtype, size, decode, split):
+    """P09: the row of a NaN query is NaN, lse too (else a merge would drop it); no other row or head changes a bit."""
+    modules.use(size, split=split)
     batch = paged_batch(size, [15, 15, 40], [1] * 3 if decode else [1, 5, 3], from_pool=decode, dtype=dtype)
     clean_out, clean_lse = run(batch, decode=decode)
     batch.q[1, 2] = math.nan
@@ -597,6 +609,16 @@ def test_same_bits_every_time_and_on_any_threads(modules, set_threads, dtype, si
         set_threads(threads)
         assert same_bits(run(decode, decode=True, plan=plans[0]), expected[0])
         assert same_bits(run(extend, plan=plans[1]), expected[1])
+
+
+def test_calls_from_many_python_threads(modules):
+    """Calls share no state: eight threads at once give the bits of one after the other."""
+    batches = [decode_batch(BOTH[n % 2]._replace(general=False), [300, 5, n + 1], seed=n) for n in range(8)]
+    expected = [run(batch, decode=True) for batch in batches]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            results = pool.map(lambda batch: run(batch, decode=True), batches)
+            assert all(same_bits(*pair) for pair in zip(results, expected, strict=True))
 
 
 def test_mixed_batch_of_one_token_slices(modules, many_threads):
@@ -725,7 +747,7 @@ def test_pairs_of_options(modules, monkeypatch, row):
                 causal=row["causal"] and not row["cross"],
                 window=row["window"],
                 **common,
-            )  # fmt: skip
+            )
         )
     out = {"new": None, "given": batch.out(), "strided": strided(batch.out())}[row["out"]]
     result = run(batch, decode=decode, out=out, return_lse=row["return_lse"], **options)

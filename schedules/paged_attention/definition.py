@@ -281,7 +281,9 @@ def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Ex
 
 
 def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
-    return tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
+    """Natural logarithm of the sum of exponentials; -inf for an empty row, NaN where a score was NaN (log2 keeps no NaN)."""
+    empty_or_nan = tirx.Select(total == f32(0.0), negative_infinity(), total)
+    return tirx.Select(total > f32(0.0), (maximum + log2(total)) * f32(LN_2), empty_or_nan)
 
 
 def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202

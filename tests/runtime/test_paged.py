@@ -238,6 +238,10 @@ def test_write_kv(model):
             write_kv(k, v, k_buffer, v_buffer, torch.tensor([1, bad, 2, 4, 5]))
     with pytest.raises(ValueError, match="loc: got shape"):
         write_kv(k, v, k_buffer, v_buffer, loc[:4])
+    with pytest.raises(TypeError, match="k: got list"):
+        write_kv([1], v, k_buffer, v_buffer, loc)
+    with pytest.raises(ValueError, match=r"v_buffer: got strides \[0, 6, 1\]"):
+        write_kv(k, v, k_buffer, poisoned(1, 2, 6).expand(9, 2, 6), loc)
     assert torch.equal(before.nan_to_num(7), k_buffer.nan_to_num(7)), "nothing is written on error"
 
 
@@ -255,6 +259,17 @@ def test_merge_states(model, dtype):
     expected = reference.merge(as_numpy(o[::2]), as_numpy(lse[::2]))
     assert_close(pair, expected[0], MERGE[dtype])
     assert_lse_close(pair_lse, expected[1], MERGE[dtype])
+
+
+def test_merge_of_nothing(model):
+    """No token: empty results; no state, head or dimension: refused."""
+    out, lse = merge_states(torch.zeros(2, 0, 3, 4), torch.zeros(2, 0, 3))
+    assert out.shape == (0, 3, 4) and lse.shape == (0, 3)
+    for shape in ((0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)):
+        with pytest.raises(ValueError, match="o: got"):
+            merge_states(torch.zeros(shape), torch.zeros(shape[:3]))
+    with pytest.raises(TypeError, match="o: got list"):
+        merge_states([1], torch.zeros(1, 1, 1))
 
 
 # ---- plans
@@ -363,6 +378,7 @@ WRONG = [
     ("q", lambda x: x[..., :7], ValueError, r"k_buffer: got shape \[22, 2, 8\], expected \[22, 2, 7\]"),
     ("q", lambda x: x.requires_grad_(), ValueError, "q: requires a gradient"),
     ("k_buffer", lambda x: x.to(torch.float8_e4m3fn), NotImplementedError, "k_buffer.*fp8"),
+    ("k_buffer", lambda x: x.requires_grad_(), ValueError, "k_buffer: requires a gradient"),
     ("k_buffer", lambda x: x.to("meta"), ValueError, "k_buffer: got device meta"),
     ("k_buffer", lambda x: x.numpy(), TypeError, "k_buffer: got ndarray"),
     ("v_buffer", lambda x: x[:-1], ValueError, "v_buffer: got shape"),
@@ -397,6 +413,20 @@ def test_wrong_tensors(model, name, change, error, message):
     ({"kv_start": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv_start: got shape"),
     ({"kv_lens": torch.ones(2, dtype=torch.int32), "window": 2}, ValueError, "window"),
     ({"key": torch.zeros(2, 2, 8)}, ValueError, "key, value, loc"),
+    ({"window": 1.5}, TypeError, "window: got 1.5, expected an integer"),
+    ({"window": None}, TypeError, "window: got None, expected an integer"),
+    ({"logit_cap": math.nan}, ValueError, "logit_cap: got nan"),
+    ({"logit_cap": math.inf}, ValueError, "logit_cap: got inf"),
+    ({"logit_cap": 1e-40}, ValueError, r"logit_cap: got 1e-40.* or 0 \(off\)"),
+    ({"logit_cap": None}, TypeError, "logit_cap: got None, expected a number"),
+    ({"sm_scale": math.nan}, ValueError, "sm_scale: got nan"),
+    ({"sm_scale": 1e39}, ValueError, "sm_scale: got 1e\\+39"),
+    ({"sm_scale": "x"}, TypeError, "sm_scale: got 'x', expected a number"),
+    ({"sinks": [0.0] * 4}, TypeError, "sinks: got list"),
+    ({"plan": "x"}, TypeError, "plan: got str, expected a Plan of plan_decode"),
+    ({"kv_lens": torch.tensor([-1, 2])}, ValueError, "kv_lens: got values -1"),
+    ({"out": torch.zeros(1, 4, 8).expand(2, 4, 8)}, ValueError, "out: got strides.*memory of its own"),
+    ({"out": torch.zeros(2, 4, 8, requires_grad=True)}, ValueError, "out: requires a gradient"),
 ])  # fmt: skip
 def test_wrong_options(model, options, error, message):
     with pytest.raises(error, match=message):
