@@ -281,7 +281,7 @@ def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Ex
 
 
 def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
-    """Natural logarithm of the sum of exponentials; -inf for an empty row, NaN where a score was NaN (log2 keeps no NaN)."""
+    """Natural logarithm of the sum of exponentials; -inf for an empty row, NaN where a score was (log2 keeps none)."""
     empty_or_nan = tirx.Select(total == f32(0.0), negative_infinity(), total)
     return tirx.Select(total > f32(0.0), (maximum + log2(total)) * f32(LN_2), empty_or_nan)
 
