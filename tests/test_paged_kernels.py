@@ -515,14 +515,30 @@ def test_nan_query_gives_its_row_nan(modules, many_threads, dtype, size, decode,
 
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_poison_in_a_key_hidden_from_all_later_rows(modules, size, poison):
-    """P39, the keys' half: K of a token that the causal rule or the window hides reaches no row."""
+def test_poison_in_a_hidden_token(modules, size, poison):
+    """P39: the key of a token reaches no row that the causal rule or the window hides it from, nor another request.
+
+    Its value is multiplied by weights that are 0, so NaN reaches the hidden rows of the one query block that has rows
+    which see it, and those only.
+    """
     modules.use(size)
-    batch = paged_batch(size, [0], [40])
-    expected = run(batch)
-    batch.k[39] = poison
-    out, lse = run(batch)
-    assert same_bits((out[:39], lse[:39]), (expected[0][:39], expected[1][:39]))
+    at = 29
+    for options in ({}, {"window": 5}):
+        batch = paged_batch(size, [0, 7], [50, 3])
+        expected, expected_lse = run(batch, **options)
+        hidden = [*range(at), *(range(at + 5, 50) if options else ()), 50, 51, 52]
+        key, batch.k[at] = batch.k[at].clone(), poison
+        out, lse = run(batch, **options)
+        assert same_bits((out[hidden], lse[hidden]), (expected[hidden], expected_lse[hidden]))
+        assert not out[at].isfinite().any()
+        batch.k[at], batch.v[at] = key, poison
+        out, lse = run(batch, **options)
+        block_q = dispatch.kernel("paged_extend", "f32", size.group, size.dim, size.dim_vo).tiling.block_q
+        first = at // block_q * block_q
+        last = -(-(at + options.get("window", 50)) // block_q) * block_q
+        safe = [*range(first), *range(last, 50), 50, 51, 52]
+        assert same_bits(out[safe], expected[safe]) and same_bits(lse, expected_lse)
+        assert not out[at].isfinite().any()
 
 
 # ---- splits, batches, threads
@@ -844,7 +860,7 @@ def test_decode_writes_then_attends(modules, dtype, size):
     modules.use(size)
     batch = decode_batch(size, [5, 64, 3], dtype=dtype)
     expected = batch.expected(decode=True)
-    last = torch.stack([batch.req_to_token[row, n - 1] for row, n in zip(batch.req_pool_indices, batch.seq_lens)])  # noqa: B905
+    last = batch.req_to_token[batch.req_pool_indices, batch.seq_lens - 1]
     key, value = batch.k_buffer[last.long()].clone(), batch.v_buffer[last.long()].clone()
     batch.k_buffer[last.long()], batch.v_buffer[last.long()] = math.nan, math.nan
     check(batch, expected=expected, decode=True, key=key, value=value, loc=last)
