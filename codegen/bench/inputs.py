@@ -149,7 +149,7 @@ def _case(
     return LightningCase(workload, target, lengths, seed, oracle=oracle)
 
 
-def _excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
+def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
     """The greater of rms and greatest error, each as a share of what is tolerated; NaN where the result is."""
     if not expected.numel():
         return 0.0
@@ -290,7 +290,7 @@ class PagedCase:
     def error(self) -> float:
         """See `Case`."""
         return _worst(
-            _excess(self._out, self._expected, OUT[self._workload.dtype]),
+            excess(self._out, self._expected, OUT[self._workload.dtype]),
             float((self._lse - self._expected_lse).abs().max()) / LSE[self._workload.dtype],
         )
 
@@ -395,8 +395,8 @@ class LightningCase:
         untouched[self._touched] = False
         same = torch.equal(self._state[untouched].nan_to_num(7), self._initial[untouched].nan_to_num(7))
         return _worst(
-            _excess(self._out, self._expected, OUT[self._workload.dtype]),
-            _excess(self._state[self._touched], self._expected_state[self._touched], STATE[self._workload.dtype]),
+            excess(self._out, self._expected, OUT[self._workload.dtype]),
+            excess(self._state[self._touched], self._expected_state[self._touched], STATE[self._workload.dtype]),
             0.0 if same else math.inf,
         )
 
