@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,38 +102,49 @@ def needed(workload: Workload) -> list[Workload]:
 
 
 class Roots:
-    """Which artifact root the public functions take their modules from: of the process, so one at a time."""
+    """Lets the public functions of this process take their modules from a second root, call by call.
 
-    def __init__(self) -> None:
+    A context: afterwards the process is as it was. One at a time.
+    """
+
+    def __init__(self, untuned: Path) -> None:
+        self._untuned = untuned
+
+    def __enter__(self) -> Roots:
         self._given = env.MODULE_PATH.raw
+        return self
 
-    def select(self, workload: Workload, root: Path | None) -> None:
-        """From now on modules below `root` win; None: those that any process would load.
+    def __exit__(self, *_: object) -> None:
+        self._set_path(self._given)
+        kernel.cache_clear()
+
+    @staticmethod
+    def _set_path(path: str) -> None:
+        if path:
+            os.environ[env.MODULE_PATH.name] = path
+        else:
+            os.environ.pop(env.MODULE_PATH.name, None)
+
+    def select(self, workload: Workload, *, untuned: bool) -> None:
+        """From now on the untuned root's modules win, or those that any process would load.
 
         The dispatcher's memory is filled again, so that the next call finds its kernels as a serving process does.
         """
-        path = self._given if root is None else os.pathsep.join(filter(None, (str(root), self._given)))
-        os.environ[env.MODULE_PATH.name] = path
+        self._set_path(os.pathsep.join(filter(None, (str(self._untuned), self._given))) if untuned else self._given)
         kernel.cache_clear()
         for item in needed(workload):
             sizes = () if item.head_dim_qk is None else (item.group, item.head_dim_qk, item.head_dim_vo)
             kernel(item.operator, item.dtype, *sizes)
 
-    @contextmanager
-    def restored(self) -> Iterator[Roots]:
-        """Afterwards the process is as it was."""
-        try:
-            yield self
-        finally:
-            if self._given:
-                os.environ[env.MODULE_PATH.name] = self._given
-            else:
-                os.environ.pop(env.MODULE_PATH.name, None)
-            kernel.cache_clear()
-
 
 def _copies(data: int, cold: int) -> int:
-    return cold // data + 1
+    """How many of `data` bytes; at least two, so that contestants on the same copies are never on the same one."""
+    return max(2, cold // data + 1)
+
+
+def _rotated(calls: list[Call], by: int) -> list[Call]:
+    by %= len(calls)
+    return calls[by:] + calls[:by]
 
 
 def _first(returned: object) -> tuple[Tensor, ...]:
@@ -142,37 +152,39 @@ def _first(returned: object) -> tuple[Tensor, ...]:
     return (returned,)
 
 
-def set_up(case: Case, *, untuned: Path | None = None, cold: int | None = None) -> Setup:
+def set_up(case: Case, *, roots: Roots | None = None, cold: int | None = None) -> Setup:
     """Make the data and the contestants of a case.
 
     Args:
         case: what to time.
-        untuned: a root with the case's module built from the default schedule; None: no such contestant.
+        roots: has the case's module built from the default schedule; None: no such contestant.
         cold: bytes that the copies of a memory-bound case must exceed; None: enough for this machine's caches.
     """
     make = _MAKERS[case.workload.operator]
-    return make(case, untuned, cold_bytes() if cold is None else cold)
+    return make(case, roots, cold_bytes() if cold is None else cold)
 
 
-def _ours(case: Case, untuned: Path | None, calls: Callable[[], list[Call]]) -> list[Contestant]:
-    """Our contestant, and the same with the untuned module: the same function, data of its own."""
-    if untuned is None:
+def _ours(case: Case, roots: Roots | None, calls: Callable[[], list[Call]]) -> list[Contestant]:
+    """Our contestant, and the same with the untuned module: the same function, plan and outputs of its own."""
+    if roots is None:
         return [Contestant("tilewright", "ours", calls())]
-    roots = Roots()
     return [
-        Contestant("tilewright", "ours", calls(), lambda: roots.select(case.workload, None)),
-        Contestant("tilewright untuned", "untuned", calls(), lambda: roots.select(case.workload, untuned)),
+        Contestant("tilewright", "ours", calls(), lambda: roots.select(case.workload, untuned=False)),
+        Contestant(
+            "tilewright untuned", "untuned", _rotated(calls(), 1), lambda: roots.select(case.workload, untuned=True)
+        ),
     ]
 
 
-def _peers(forms: list[dict[str, peers.Form]], outputs: Callable[[object, int], tuple[Tensor, ...]]) -> list[Contestant]:
-    """One contestant for each form; `forms` has one dictionary a copy, `outputs` also gets the number of the copy."""
+def _peers(forms: list[dict[str, peers.Form]], outputs: Callable[[object], tuple[Tensor, ...]]) -> list[Contestant]:
+    """One contestant for each form; `forms` has one dictionary a copy."""
 
-    def call(run: peers.Form, index: int) -> Call:
-        return Call(run, lambda returned: outputs(returned, index))
+    def call(run: peers.Form) -> Call:
+        return Call(run, outputs)
 
     return [
-        Contestant(name, "peer", [call(copy[name], index) for index, copy in enumerate(forms)]) for name in forms[0]
+        Contestant(name, "peer", _rotated([call(copy[name]) for copy in forms], turn))
+        for turn, name in enumerate(forms[0])
     ]
 
 
@@ -181,7 +193,7 @@ def _draw(seed: int = SEED) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(shape, generator=generator)
 
 
-def _paged_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
+def _paged_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     """One token per request; every request's keys in slots drawn at random, for torch gathered beforehand."""
     workload, batch, tokens, kv_heads = case.workload, case.batch, case.tokens, case.heads
     dim, dim_v, heads = workload.head_dim_qk or 0, workload.head_dim_vo or 0, (workload.group or 1) * kv_heads
@@ -204,9 +216,7 @@ def _paged_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
 
         def call(keys: Tensor, values: Tensor) -> Call:
             return Call(
-                lambda: tilewright.decode_attention(
-                    q, keys, values, req_to_token, rows, seq_lens, out=out, plan=plan
-                ),
+                lambda: tilewright.decode_attention(q, keys, values, req_to_token, rows, seq_lens, out=out, plan=plan),
                 _first,
             )
 
@@ -217,7 +227,7 @@ def _paged_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
 
     forms = [peers.decode(q, gathered(keys), gathered(values)) for keys, values in pools]
     return Setup(
-        [*_ours(case, untuned, calls), *_peers(forms, lambda returned, _: _first(returned))],
+        [*_ours(case, roots, calls), *_peers(forms, _first)],
         (OUT[workload.dtype],),
         2.0 * slots * heads * (dim + dim_v),
         moved,
@@ -225,7 +235,7 @@ def _paged_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
     )
 
 
-def _paged_extend(case: Case, untuned: Path | None, cold: int) -> Setup:
+def _paged_extend(case: Case, roots: Roots | None, cold: int) -> Setup:
     """Causal, no prefix: keys and values are the new tokens' own."""
     del cold  # bound by arithmetic: the same data every time
     workload, batch, tokens, kv_heads = case.workload, case.batch, case.tokens, case.heads
@@ -257,12 +267,12 @@ def _paged_extend(case: Case, untuned: Path | None, cold: int) -> Setup:
     def by_head(x: Tensor) -> Tensor:
         return x.transpose(0, 1).contiguous()
 
-    def outputs(returned: object, index: int) -> tuple[Tensor, ...]:
+    def outputs(returned: object) -> tuple[Tensor, ...]:
         assert isinstance(returned, Tensor)
         return (returned[0].transpose(0, 1),)
 
     return Setup(
-        [*_ours(case, untuned, calls), *_peers([peers.extend(by_head(q), by_head(k), by_head(v))], outputs)],
+        [*_ours(case, roots, calls), *_peers([peers.extend(by_head(q), by_head(k), by_head(v))], outputs)],
         (OUT[workload.dtype],),
         tokens * (tokens + 1.0) * heads * (dim + dim_v),
         float((q.numel() + k.numel() + v.numel() + tokens * heads * dim_v) * dtype.itemsize),
@@ -279,7 +289,7 @@ def _lightning_data(case: Case, tokens: int) -> tuple[Tensor, Tensor, Tensor, Te
     return q, k, v, normal(case.batch, case.heads, dim, dim_v), model_slopes(case.heads), dim**-0.5
 
 
-def _lightning_extend(case: Case, untuned: Path | None, cold: int) -> Setup:
+def _lightning_extend(case: Case, roots: Roots | None, cold: int) -> Setup:
     """One request with an initial state."""
     del cold  # bound by arithmetic: the same data every time
     if case.batch != 1:
@@ -297,7 +307,7 @@ def _lightning_extend(case: Case, untuned: Path | None, cold: int) -> Setup:
         ]
 
     queries, keys, values = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-    contestants = _ours(case, untuned, calls)
+    contestants = _ours(case, roots, calls)
     for name in peers.lightning_extend(queries, keys, values, state[0], slopes, scale):
         mine = state[0].clone()
         run = peers.lightning_extend(queries, keys, values, mine, slopes, scale)[name]
@@ -316,7 +326,7 @@ def _lightning_extend(case: Case, untuned: Path | None, cold: int) -> Setup:
     )
 
 
-def _lightning_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
+def _lightning_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     """One token per request; states in slots drawn at random, for torch gathered beforehand."""
     batch = case.batch
     q, k, v, state, slopes, scale = _lightning_data(case, batch)
@@ -335,7 +345,7 @@ def _lightning_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
 
         return [call(state[slots.argsort()]) for _ in range(copies)]
 
-    contestants = _ours(case, untuned, calls)
+    contestants = _ours(case, roots, calls)
     for name in peers.lightning_decode(q, k, v, state, slopes, scale):
         own = [state.clone() for _ in range(copies)]
         theirs = [
@@ -355,7 +365,7 @@ def _lightning_decode(case: Case, untuned: Path | None, cold: int) -> Setup:
     )
 
 
-_MAKERS: dict[str, Callable[[Case, Path | None, int], Setup]] = {
+_MAKERS: dict[str, Callable[[Case, Roots | None, int], Setup]] = {
     "paged_decode": _paged_decode,
     "paged_extend": _paged_extend,
     "lightning_extend": _lightning_extend,
