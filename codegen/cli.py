@@ -132,7 +132,9 @@ def build_command(
     if bool(workloads) == everything:
         raise click.UsageError("name workloads, or give --all (not both)")
     if untuned and root is None:
-        raise click.UsageError("--untuned: give a --root, or the untuned modules would take the place of the tuned ones")
+        raise click.UsageError(
+            "--untuned: give a --root; in the default one they would take the place of the tuned modules"
+        )
     try:
         named = [Workload.parse(name) for name in workloads]
     except WorkloadError as error:

@@ -31,7 +31,9 @@ COSTS = "host"
     "--rounds", type=click.IntRange(2), help=f"Least rounds a row.  [default: {ROUNDS}, quick {QUICK_ROUNDS}]"
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0), help=f"Least seconds a row.  [default: {SECONDS:g}, quick {QUICK_SECONDS:g}]"
+    "--seconds",
+    type=click.FloatRange(0),
+    help=f"Least seconds of a row.  [default: {SECONDS:g}, quick {QUICK_SECONDS:g}]",
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool.  [default: torch's own choice]")
 @click.option("--untuned/--no-untuned", default=True, help="Time the untuned default schedules too, where a record is.")

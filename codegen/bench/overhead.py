@@ -16,9 +16,8 @@ import msgspec
 import torch
 
 import tilewright
-from tilewright.codegen.bench.inputs import DTYPES
+from tilewright.codegen.bench.inputs import DTYPES, OUT
 from tilewright.codegen.bench.protocol import Call, Contestant, check, measure
-from tilewright.codegen.bench.inputs import OUT
 from tilewright.runtime import store
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.planner import OFF

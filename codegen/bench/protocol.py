@@ -16,8 +16,11 @@ from tilewright.codegen.bench.inputs import Tolerance, excess
 from tilewright.runtime.errors import Error
 
 ROLES = ("ours", "untuned", "peer")
-# Peers slower than this many times the fastest peer cannot be the best one: their rounds go to the others.
+# A peer whose fastest warm-up call takes this many times the slowest one of another peer cannot be the best: its rounds
+# go to the others. Short calls stay whatever they took: they cost no time, and one interruption is many of them.
 HOPELESS = 3.0
+LONG_US = 20e3
+WARM_UP = 3
 _ORDER_SEED = 0
 
 
@@ -72,7 +75,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Contest(msgspec.Struct, frozen=True):
-    """The times of all contestants, taken together; `hopeless`: peers left out of the rounds, with one time each."""
+    """The times of all contestants, taken together; `hopeless`: peers left out, with their best warm-up call."""
 
     timings: list[Timing]
     hopeless: dict[str, float]
@@ -121,8 +124,9 @@ def _run(contestant: Contestant, index: int) -> tuple[torch.Tensor, ...]:
 def measure(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> Contest:
     """Time the contestants against each other.
 
-    Every round calls each of them once, in an order drawn anew, so that slow drifts and neighbours hit all alike; rounds
-    go on until there are `rounds` of them and `seconds` have passed. Two rounds before that warm up and are not counted.
+    Every round calls each of them once, in an order drawn anew, so that slow drifts and neighbours hit all alike;
+    rounds go on until there are `rounds` of them and `seconds` have passed. WARM_UP calls of each before that are not
+    counted.
 
     Args:
         contestants: of one contest.
@@ -139,12 +143,12 @@ def measure(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -
         call.run()
         return (time.perf_counter_ns() - begin) / 1e3
 
-    warm = {item.name: min(timed(item), timed(item)) for item in contestants}
-    fastest = min((warm[item.name] for item in contestants if item.role == "peer"), default=0.0)
+    warm = {item.name: [timed(item) for _ in range(WARM_UP)] for item in contestants}
+    sure = min((max(warm[item.name]) for item in contestants if item.role == "peer"), default=0.0)
     hopeless = {
-        item.name: warm[item.name]
+        item.name: min(warm[item.name])
         for item in contestants
-        if item.role == "peer" and warm[item.name] > HOPELESS * fastest
+        if item.role == "peer" and min(warm[item.name]) > max(LONG_US, HOPELESS * sure)
     }
     racing = [item for item in contestants if item.name not in hopeless]
     times: dict[str, list[float]] = {item.name: [] for item in racing}

@@ -150,7 +150,7 @@ def notes(report: Report) -> list[str]:
         lines.append(f"{text}: {', '.join(row.name for row in report.rows if row.memory == text)}")
     hopeless = {name for row in report.rows for name in row.contest.hopeless}
     if hopeless:
-        lines.append(f"called, checked, and too slow to be the best in at least one row: {', '.join(sorted(hopeless))}")
+        lines.append(f"checked, but too slow to be timed further in some row: {', '.join(sorted(hopeless))}")
     if any(max(row.ours.spread, row.peer.spread) > NOISY for row in report.rows):
         lines.append(f"~ quartiles more than {NOISY:.0%} of the median apart: noisy")
     if report.others > BUSY:
@@ -172,7 +172,7 @@ _COST_COLUMNS = ("cost", "median", "quartiles", "required", "")
 
 
 def _tables(report: Report) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    tables = []
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
     if report.rows:
         tables.append((COLUMNS, [cells(row) for row in report.rows]))
     if report.costs:
