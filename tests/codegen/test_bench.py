@@ -87,7 +87,7 @@ def test_flops_and_bytes_are_those_of_the_operator():
 
 def constant(name, role, *values):
     return Contestant(
-        name, role, [Call(lambda v=v: v, lambda returned: (torch.tensor([returned, 1.0]),)) for v in values]
+        name, role, [Call(lambda v=v: v, lambda returned: (torch.tensor([[returned, 1.0]]),)) for v in values]
     )
 
 
