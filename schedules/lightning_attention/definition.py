@@ -52,8 +52,8 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (p, i, d),
-        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), rest, raw (j, p, i | d), score (j, p, i), inter (i, p, e | d),
+        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (i, d),
+        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), q_turn (p, i, d), rest, raw (j, p, i | d), score (j, p, i), inter (i, p, e | d),
         intra (i, p, e | j), out (i, p, e), update (p, d, e | j), carry (p, d, e).
     """
     io_dtype = TVM_DTYPE[dtype]
@@ -113,6 +113,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                 for c in range((qo_indptr[vb + 1] - qo_indptr[vb] + (chunk - 1)) // chunk):
                     with T.sblock("chunk"):
                         vc = T.axis.opaque(chunks, c)
+                        qc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         kd = T.sblock_alloc_buffer((key_panels, chunk, panel), "float32")
@@ -125,12 +126,12 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         rest = T.sblock_alloc_buffer((1,), "float32")
                         carry_out = T.sblock_alloc_buffer((panels, dk, panel), "float32")
                         # Rows beyond the request are zero: their memory may hold anything, and 0 * NaN is NaN.
-                        for p, i, d in T.grid(row_panels, panel, dk):
+                        for i, d in T.grid(chunk, dk):
                             with T.sblock("q_gather"):
-                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
-                                qt[vp, vd, vi] = T.if_then_else(
-                                    vc * chunk + vp * panel + vi < qo_indptr[vb + 1] - qo_indptr[vb],
-                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vp * panel + vi, vh, vd]),
+                                vi, vd = T.axis.remap("SS", [i, d])
+                                qc[vi, vd] = T.if_then_else(
+                                    vc * chunk + vi < qo_indptr[vb + 1] - qo_indptr[vb],
+                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vi, vh, vd]),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
@@ -156,6 +157,10 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 kd[vd // panel, vj, vd % panel] = kc[vj, vd] * decay[
                                     chunk + T.max(T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0)
                                 ]
+                        for p, i, d in T.grid(row_panels, panel, dk):
+                            with T.sblock("q_turn"):
+                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
+                                qt[vp, vd, vi] = qc[vp * panel + vi, vd]
                         for z in range(1):
                             with T.sblock("rest"):
                                 vz = T.axis.spatial(1, z)
@@ -181,7 +186,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vi, vp, ve, vd = T.axis.remap("SSSR", [i, p, e, d])
                                 with T.init():
                                     inter[vi, vp, ve] = T.float32(0)
-                                inter[vi, vp, ve] = inter[vi, vp, ve] + qt[vi // panel, vd, vi % panel] * carry[vp, vd, ve]
+                                inter[vi, vp, ve] = inter[vi, vp, ve] + qc[vi, vd] * carry[vp, vd, ve]
                         for i, p, e, j in T.grid(chunk, panels, panel, chunk):
                             with T.sblock("intra"):
                                 vi, vp, ve, vj = T.axis.remap("SSSR", [i, p, e, j])

@@ -119,14 +119,15 @@ def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Dec
     full_panels = isinstance(dv, int) and dv % panel == 0
     sch.parallel(sch.fuse(*sch.get_loops(block("sequence"))))
     _vectorize_split(sch, "decay")
+    p, j, e = sch.get_loops(block("v_gather"))
+    sch.reorder(j, p, e)  # row by row, as the tokens lie in memory
     for name in ("load", "store", "v_gather"):
         if full_panels:
             sch.vectorize(sch.get_loops(block(name))[-1])
     if isinstance(dk, int) and dk % LANES == 0:
-        for name in ("k_gather", "k_decay"):
+        for name in ("q_gather", "k_gather", "k_decay"):
             _vectorize_split(sch, name)
-        # Eight tokens of eight columns at a time: whole cache lines are read, vectors of tokens are written.
-        p, i, d = sch.get_loops(block("q_gather"))
+        p, i, d = sch.get_loops(block("q_turn"))
         (i, lane), (d, inner) = sch.split(i, [None, LANES]), sch.split(d, [None, LANES])
         sch.reorder(p, i, d, inner, lane)
         sch.unroll(inner)
