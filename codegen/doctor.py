@@ -43,8 +43,8 @@ def examine() -> list[Check]:
 def _guarded(name: str, action: Callable[[], str]) -> Check:
     try:
         return Check(name, "ok", action())
-    except (Error, ImportError, OSError, RuntimeError) as error:
-        return Check(name, "fail", str(error))
+    except Exception as error:  # a finding, whatever it is: the report must go on
+        return Check(name, "fail", str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}")
 
 
 def _system() -> list[Check]:

@@ -20,7 +20,7 @@
 
 typedef struct {
   void (*gomp_parallel)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
-  int (*omp_get_max_threads)(void);
+  int (*get_num_threads)(void); /* at::get_num_threads */
   int (*omp_in_parallel)(void);
   void (*error_move)(void **error);                           /* TVMFFIErrorMoveFromRaised */
   void (*error_set)(void *error);                             /* TVMFFIErrorSetRaised */
@@ -78,9 +78,11 @@ static void run_tasks(void *argument) {
   }
 }
 
-/* Threads for the calling thread: what torch.set_num_threads gave it, but not more than the CPUs that it may run on. */
+/* Threads for the calling thread: as many as torch would take, but not more than the CPUs that it may run on.
+ * omp_get_max_threads() would not do: each thread has its own value, and torch.set_num_threads reaches those of other
+ * threads only at their first use of torch. */
 static int usable_threads(void) {
-  int threads = host.omp_get_max_threads();
+  int threads = host.get_num_threads();
   if (threads > 1) {
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) {

@@ -27,7 +27,8 @@ _POINTERS = {
     "__TVMBackendFreeWorkspace": "tilewright_free_workspace",
 }
 PATCHED_SYMBOLS = frozenset(_POINTERS)
-_OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel")
+# The mangled name is that of at::get_num_threads().
+_OMP_FUNCTIONS = ("GOMP_parallel", "_ZN2at15get_num_threadsEv", "omp_in_parallel")
 _FFI_FUNCTIONS = (
     "TVMFFIErrorMoveFromRaised",
     "TVMFFIErrorSetRaised",
@@ -52,7 +53,7 @@ def _open_loaded(path: Path) -> ctypes.CDLL | None:
 
 
 def openmp_functions() -> list[int]:
-    """Addresses of _OMP_FUNCTIONS in the very OpenMP library that torch's own kernels run on.
+    """Addresses of _OMP_FUNCTIONS in torch and in the very OpenMP library that its own kernels run on.
 
     They are looked up through libtorch_cpu's handle: that covers torch's dependencies and nothing else, so another
     libgomp in the process (xgboost brings one) cannot be taken by mistake.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,7 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> Path:
     return path
 
 
+@cache
 def release(version: str) -> tuple[int, int, int]:
     """The release numbers of a version string: "0.1.14.post1" -> (0, 1, 14)."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)

@@ -110,6 +110,7 @@ class Module:
     origin: str
 
 
+@cache
 def checkout() -> Path | None:
     """The root of the source checkout that this package is imported from; None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
@@ -130,14 +131,14 @@ def default_root() -> Path:
 
 def roots(root: Path | None = None) -> list[tuple[str, Path]]:
     """Layer name and folder of every place that is searched, first wins."""
-    layers = [] if root is None else [("given", Path(root))]
-    layers += [(env.MODULE_PATH.name, folder) for folder in env.MODULE_PATH.get()]
-    layers.append(("user cache", user_cache()))
-    layers.append(("installed", _PACKAGE / "_prebuilt"))
     source = checkout()
-    if source is not None:
-        layers.append(("checkout", source / "build" / "modules"))
-    return layers
+    return [
+        *([] if root is None else [("given", Path(root))]),
+        *((env.MODULE_PATH.name, folder) for folder in env.MODULE_PATH.get()),
+        ("user cache", user_cache()),
+        ("installed", _PACKAGE / "_prebuilt"),
+        *([] if source is None else [("checkout", source / "build" / "modules")]),
+    ]
 
 
 def candidate_targets(target: str | None = None) -> list[Target]:
@@ -191,9 +192,10 @@ def build_command(name: str, target: str) -> str:
 
 
 def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator[Artifact | PassedOver]:
+    layers = roots(root)
     for candidate in candidate_targets(target):
-        for layer, base in roots(root):
-            folder = base / candidate.name / workload.name
+        for layer, base in layers:
+            folder = base.joinpath(candidate.name, workload.name)
             try:
                 manifest = read_manifest(folder)
                 check_manifest(folder, manifest, workload.name, candidate)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-# Raised when the meaning or the argument list of any kernel changes: older records, artifacts and modules are then refused.
+# Raised when the meaning or the argument list of any kernel changes: older records and artifacts are then refused.
 DEFINITION_REVISION = 1
 
 OPERATORS = ("paged_decode", "paged_extend", "merge", "write_kv", "lightning_decode", "lightning_extend")
@@ -49,7 +49,9 @@ class Workload:
                 raise WorkloadError(f"{field}: got {value!r}, expected a positive integer or None")
         dims = (self.head_dim_qk is None, self.head_dim_vo is None)
         if dims[0] != dims[1]:
-            raise WorkloadError("head_dim_qk and head_dim_vo: give both (a specialised kernel) or neither (the general one)")
+            raise WorkloadError(
+                "head_dim_qk and head_dim_vo: give both (a specialised kernel) or neither (the general one)"
+            )
         if not self.operator.startswith("paged") and self.group is not None:
             raise WorkloadError(f"group: {self.operator} has none")
         if self.operator.startswith("paged") and (self.group is None) != dims[0]:
@@ -71,7 +73,9 @@ class Workload:
         if self.group is not None:
             parts.append(f"g{self.group}")
         if self.head_dim_qk is not None:
-            parts.append(f"d{self.head_dim_qk}" + ("" if self.head_dim_vo == self.head_dim_qk else f"v{self.head_dim_vo}"))
+            parts.append(
+                f"d{self.head_dim_qk}" + ("" if self.head_dim_vo == self.head_dim_qk else f"v{self.head_dim_vo}")
+            )
         return "-".join(parts)
 
     @property

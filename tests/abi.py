@@ -1,7 +1,7 @@
 """`make test-abi`: load and run every built x86 module with the lowest, the pinned and the newest apache-tvm-ffi.
 
-The range that this proves is TVM_FFI_MIN .. TVM_FFI_MAX of runtime/manifest.py; a newest release outside it fails here and
-asks for the constant to be raised. Each version is installed alone into build/abi/<version> and put in front of the
+The range that this proves is TVM_FFI_MIN .. TVM_FFI_MAX of runtime/manifest.py; a newest release outside it fails here
+and asks for the constant to be raised. Each version is installed alone into build/abi/<version> and put before the
 environment's own, so torch and everything else are shared. Not part of `make test`: it installs from the package index.
 """
 

@@ -1,7 +1,7 @@
 """Small kernels under the names of real workloads: what build, store and launcher are tested with.
 
-`python tests/toys.py ROOT` builds them in a process of its own, so that the test process (and the serving processes that it
-starts) need no compiler. All compute out = 2 x + 1 on f32 [n, 64]; what differs is how.
+`python tests/toys.py ROOT` builds them in a process of its own, so that the test process and the serving processes that
+it starts need no compiler. All compute out = 2 x + 1 on f32 [n, 64]; what differs is how.
 """
 
 import hashlib

@@ -1,0 +1,1 @@
+"""The timing protocol, its inputs and the peers."""

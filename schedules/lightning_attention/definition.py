@@ -39,7 +39,9 @@ def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     return tirx.Select(x > f32(-0.35), x * series - (weight(slope, tokens) - f32(1.0)), f32(0.0))
 
 
-def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None) -> tirx.PrimFunc:
+def lightning_extend(
+    dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None
+) -> tirx.PrimFunc:
     """Chunked extend over ragged requests.
 
     Args:
@@ -104,9 +106,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                     with T.sblock("load"):
                         vp, vd, ve = T.axis.remap("SSS", [p, d, e])
                         carry[vp, vd, ve] = T.if_then_else(
-                            state_indices[vb] >= 0
-                            and has_initial_state[vb] != 0
-                            and vg * width + vp * panel + ve < dv,
+                            state_indices[vb] >= 0 and has_initial_state[vb] != 0 and vg * width + vp * panel + ve < dv,
                             state[state_indices[vb], vh, vd, vg * width + vp * panel + ve],
                             T.float32(0),
                         )
@@ -148,15 +148,23 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vt[vp, vj, ve] = T.if_then_else(
                                     vc * chunk + vj < qo_indptr[vb + 1] - qo_indptr[vb]
                                     and vg * width + vp * panel + ve < dv,
-                                    T.Cast("float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]),
+                                    T.Cast(
+                                        "float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]
+                                    ),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
                             with T.sblock("k_decay"):
                                 vj, vd = T.axis.remap("SS", [j, d])
-                                kd[vd // panel, vj, vd % panel] = kc[vj, vd] * decay[
-                                    chunk + T.max(T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0)
-                                ]
+                                kd[vd // panel, vj, vd % panel] = (
+                                    kc[vj, vd]
+                                    * decay[
+                                        chunk
+                                        + T.max(
+                                            T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0
+                                        )
+                                    ]
+                                )
                         for p, i, d in T.grid(row_panels, panel, dk):
                             with T.sblock("q_turn"):
                                 vp, vi, vd = T.axis.remap("SSS", [p, i, d])
@@ -216,7 +224,9 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
                                 with T.init():
                                     update[vp, vd, ve] = T.float32(0)
-                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
+                                update[vp, vd, ve] = (
+                                    update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
+                                )
                         for p, d, e in T.grid(panels, dk, panel):
                             with T.sblock("carry"):
                                 vp, vd, ve = T.axis.remap("SSS", [p, d, e])
@@ -304,7 +314,14 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                 for s in range(T.min(state_indices[vb] + 1, 1)):
                     with T.sblock("step"):
                         vs = T.axis.opaque(1, s)
-                        T.reads(state_indices[vb], state[state_indices[vb], vh, 0:dk, 0:dv], qf[0:dk], kf[0:dk], vf[0:panels, 0:panel], weights[0:2])
+                        T.reads(
+                            state_indices[vb],
+                            state[state_indices[vb], vh, 0:dk, 0:dv],
+                            qf[0:dk],
+                            kf[0:dk],
+                            vf[0:panels, 0:panel],
+                            weights[0:2],
+                        )
                         T.writes(state_out[state_indices[vb], vh, 0:dk, 0:dv], sums[0:panels, 0:panel])
                         fresh = T.sblock_alloc_buffer((dk, panels, panel), "float32")
                         for d, p, e in T.grid(dk, panels, panel):

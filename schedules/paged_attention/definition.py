@@ -7,6 +7,7 @@ docs/kernel-abi.md has the argument tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import te, tirx
 from tvm.ir import Range
@@ -32,10 +33,11 @@ class PagedShape:
 
     block_q: int
     chunk: int
+    num_qo_heads: tirx.Expr | int
+    num_kv_heads: tirx.Expr | int
     group: tirx.Expr | int
     head_dim_qk: tirx.Expr | int
     head_dim_vo: tirx.Expr | int
-    num_kv_heads: tirx.Expr | int
     num_items: tirx.Expr | int
     num_tokens: tirx.Expr | int
 
@@ -47,15 +49,54 @@ class PagedShape:
             fixed = getattr(workload, name, None) or sizes.get(name)
             return fixed if fixed is not None else tirx.Var(name, "int64")
 
-        names = ("group", "head_dim_qk", "head_dim_vo", "num_kv_heads", "num_items", "num_tokens")
-        return PagedShape(block_q, chunk, **{name: size(name) for name in names})
+        heads = size("num_kv_heads")
+        if workload.group is None:
+            # Both head counts are bound from the call's tensors; the group follows.
+            qo_heads = size("num_qo_heads")
+            group = tirx.floordiv(qo_heads, heads)
+        else:
+            qo_heads, group = heads * workload.group, workload.group
+        names = ("head_dim_qk", "head_dim_vo", "num_items", "num_tokens")
+        return PagedShape(block_q, chunk, qo_heads, heads, group, *(size(name) for name in names))
 
 
-def _i64(value: tirx.Expr | int) -> tirx.Expr:
+@dataclass(frozen=True)
+class PageTable:
+    """Where the keys of an item lie: te tensors in the definition, buffers of the scheduled function in a pass."""
+
+    items: Any
+    req_to_token: Any
+    req_pool_indices: Any
+    kv_start: Any
+    window: tirx.Expr
+    chunk: tirx.Expr
+
+    def skipped_chunks(self, w: tirx.Expr) -> tirx.Expr:
+        """Chunks wholly before the window of the item's first row: never visited."""
+        before = self.items[w, POS] - self.window + 1 - self.items[w, KV_BEGIN]
+        return tirx.floordiv(tirx.max(before, 0).astype("int64"), self.chunk)
+
+    def offset(self, w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
+        """Offset within the item of key t of the c-th visited chunk."""
+        return (self.skipped_chunks(w) + c) * self.chunk + t
+
+    def position(self, w: tirx.Expr, offset: tirx.Expr) -> tirx.Expr:
+        """Position of the key at `offset`; beyond the item's last key the last one (stale slots may hold NaN)."""
+        last = self.items[w, KV_LEN].astype("int64") - 1
+        return self.items[w, KV_BEGIN].astype("int64") + tirx.min(offset, last)
+
+    def slot(self, w: tirx.Expr, position: tirx.Expr) -> tirx.Expr:
+        """Slot of the key at `position` of the item's request."""
+        request = self.items[w, REQUEST].astype("int64")
+        row = self.req_pool_indices[request].astype("int64")
+        return self.req_to_token[row, self.kv_start[request].astype("int64") + position].astype("int64")
+
+
+def i64(value: tirx.Expr | int) -> tirx.Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
 
 
-def _finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
+def finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
     # -inf - -inf is NaN: rows without a visible key are shifted by 0 instead.
     return tirx.Select(maximum == negative_infinity(), f32(0.0), maximum)
 
@@ -79,7 +120,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     dtype = TVM_DTYPE[workload.dtype]
     # Every extent is int64, constants too: TVM wants one index type a buffer, and addresses are 64-bit.
     G, D, Dv, Hk, W, T, C, M = (
-        _i64(size)
+        i64(size)
         for size in (
             shape.group,
             shape.head_dim_qk,
@@ -91,7 +132,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
             shape.block_q * shape.group,
         )
     )
-    Hq = Hk * G
+    Hq = i64(shape.num_qo_heads)
     slots, rows, columns, requests, new, partials = (
         tirx.Var(name, "int64") for name in ("slots", "table_rows", "table_columns", "requests", "new_rows", "partials")
     )
@@ -115,22 +156,12 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
     window, lookahead = tirx.Var("window", "int32"), tirx.Var("lookahead", "int32")
 
-    def key_offset(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
-        """Offset of key t of chunk c within the item; chunks wholly before the window are not visited."""
-        skipped = tirx.max(items[w, POS] - window + 1 - items[w, KV_BEGIN], 0)
-        return tirx.floordiv(skipped.astype("int64"), C) * C + c * C + t
-
-    def key_position(w: tirx.Expr, c: tirx.Expr, t: tirx.Expr) -> tirx.Expr:
-        # Beyond the item's last key the last one is read again (its probability is 0): stale slots may hold NaN.
-        last = items[w, KV_LEN].astype("int64") - 1
-        return items[w, KV_BEGIN].astype("int64") + tirx.min(key_offset(w, c, t), last)
+    table = PageTable(items, req_to_token, req_pool_indices, kv_start, window, C)
 
     def gather(buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int) -> te.Tensor:
         def row(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, d: tirx.Expr) -> tirx.Expr:
-            j = key_position(w, c, t)
-            request = items[w, REQUEST].astype("int64")
-            column = kv_start[request].astype("int64") + j
-            paged = buffer[req_to_token[req_pool_indices[request].astype("int64"), column].astype("int64"), h, d]
+            j = table.position(w, table.offset(w, c, t))
+            paged = buffer[table.slot(w, j), h, d]
             if not extend:
                 return paged
             return tirx.if_then_else(
@@ -145,7 +176,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     Qg = te.compute(
         (W, Hk, M, D),
         lambda w, h, r, d: q[
-            items[w, Q_ROW].astype("int64") + tirx.max(query_token(w, r), _i64(0)), h * G + tirx.floormod(r, G), d
+            items[w, Q_ROW].astype("int64") + tirx.max(query_token(w, r), i64(0)), h * G + tirx.floormod(r, G), d
         ],
         name="Qg",
     )
@@ -164,13 +195,13 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="bound_hi",
     )
 
-    d = te.reduce_axis((_i64(0), D), "d")
+    d = te.reduce_axis((i64(0), D), "d")
     S = te.compute(
         (W, Hk, chunks, C, M), lambda w, h, c, t, r: te.sum(Kf[w, h, c, t, d] * Qf[w, h, r, d], axis=d), name="S"
     )
 
     def options(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        position = items[w, KV_BEGIN] + key_offset(w, c, t).astype("int32")
+        position = items[w, KV_BEGIN] + table.offset(w, c, t).astype("int32")
         # A branch, not a select: tanh would cost all calls without a cap.
         score = tirx.if_then_else(
             cap_log2 > f32(0.0),
@@ -181,11 +212,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         return tirx.Select(visible, score, negative_infinity())
 
     X = te.compute((W, Hk, chunks, C, M), options, name="X")
-    t_m, t_l, t_o = (te.reduce_axis((_i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
+    t_m, t_l, t_o = (te.reduce_axis((i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
     m = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.max(X[w, h, c, t_m, r], axis=t_m), name="m")
     P = te.compute(
         (W, Hk, chunks, C, M),
-        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - _finite_or_zero(m[w, h, c, r])),
+        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - finite_or_zero(m[w, h, c, r])),
         name="P",
     )
     l = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.sum(P[w, h, c, t_l, r], axis=t_l), name="l")
@@ -195,26 +226,28 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="O",
     )
 
-    c_acc = te.reduce_axis((_i64(0), chunks), "c")
+    c_acc = te.reduce_axis((i64(0), chunks), "c")
     acc_m, acc_l, acc_o = te.compute(
         (W, Hk, M, Dv),
         lambda w, h, r, e: softmax_monoid()((m[w, h, c_acc, r], l[w, h, c_acc, r], O[w, h, c_acc, r, e]), axis=c_acc),
         name="acc",
     )
 
-    def normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
+    def row_normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
         sink = tirx.Select(items[w, PART] < 0, sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), negative_infinity())
-        return _normaliser(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)], sink)
+        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], sink)
 
-    F = te.compute((W, Hk, M), normaliser, name="F")
-    lse_row = te.compute((W, Hk, M), lambda w, h, r: _natural_lse(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)]), name="lse_row")
+    F = te.compute((W, Hk, M), row_normaliser, name="F")
+    lse_row = te.compute(
+        (W, Hk, M), lambda w, h, r: natural_lse(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)]), name="lse_row"
+    )
 
     inputs = [q, k_buffer, v_buffer, *((k_new, v_new) if extend else ()), req_to_token, req_pool_indices, kv_start]
     inputs += [items, sinks, out, lse, part_o, part_lse]
-    func = te.create_prim_func(
-        [*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row]
+    func = te.create_prim_func([*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row])
+    func = lowering.append_block(
+        func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype)
     )
-    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype))
     dense = {"q", "k_buffer", "v_buffer", "k_new", "v_new", "out"}
     free = {"req_to_token", "req_pool_indices", "kv_start", "lse"}
     present = {p.name for p in func.params if tirx.is_buffer_var(p)}
@@ -229,7 +262,7 @@ def softmax_monoid() -> tirx.CommReducer:
 
     def combine(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
         maximum = tirx.Select(x[0] > y[0], x[0], y[0])
-        shift = _finite_or_zero(maximum)
+        shift = finite_or_zero(maximum)
         # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
         total, values = (x[i] * exp2(x[0] - shift) + y[i] * exp2(y[0] - shift) for i in (1, 2))
         return maximum, total, values
@@ -240,14 +273,14 @@ def softmax_monoid() -> tirx.CommReducer:
     return te.comm_reducer(combine, identity, name="softmax")
 
 
-def _normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
+def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
     """1 / (sum + 2**(sink - max)), written so that no exponent is positive; 0 for an empty row."""
-    shift = _finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
+    shift = finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
     denominator = total * exp2(maximum - shift) + exp2(sink - shift)
     return tirx.Select(total == f32(0.0), f32(0.0), exp2(maximum - shift) / denominator)
 
 
-def _natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
     return tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
 
 
@@ -265,22 +298,25 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
         def rows(o: Var, log: Var, first_row: tirx.Expr, cast: str) -> tirx.Stmt:
             e = tirx.Var("e", "int64")
             value = buffers["acc.v2"][w, h, r, e] * buffers["F"][w, h, r]
-            values = _loop(e, Dv, tirx.BufferStore(o, value.astype(cast), [first_row + i, head, e]))
+            values = loop(e, Dv, tirx.BufferStore(o, value.astype(cast), [first_row + i, head, e]))
             return tirx.SeqStmt([tirx.BufferStore(log, buffers["lse_row"][w, h, r], [first_row + i, head]), values])
 
         whole = rows(buffers["out"], buffers["lse"], item(Q_ROW), dtype)
         partial = rows(buffers["part_o"], buffers["part_lse"], item(PART), "float32")
         stmt = tirx.IfThenElse(items[w, PART] < 0, whole, partial)
-        stmt = _loop(i, item(Q_LEN), _loop(g, G, stmt))
+        stmt = loop(i, item(Q_LEN), loop(g, G, stmt))
         per_item = [(w, 1), (h, 1), (0, M)]
         reads = [
-            _region(buffers["acc.v2"], [*per_item, (0, Dv)]),
-            _region(buffers["F"], per_item),
-            _region(buffers["lse_row"], per_item),
-            _region(items, [(w, 1), (0, ITEM_COLUMNS)]),
+            region(buffers["acc.v2"], [*per_item, (0, Dv)]),
+            region(buffers["F"], per_item),
+            region(buffers["lse_row"], per_item),
+            region(items, [(w, 1), (0, ITEM_COLUMNS)]),
         ]
         writes = [
-            _region(buffers[name], [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])])
+            region(
+                buffers[name],
+                [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])],
+            )
             for name in ("out", "lse", "part_o", "part_lse")
         ]
         return stmt, reads, writes
@@ -288,9 +324,9 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
     return body
 
 
-def _loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
-    return tirx.For(var, tirx.const(0, "int64"), _i64(extent), tirx.ForKind.SERIAL, body)
+def loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
+    return tirx.For(var, tirx.const(0, "int64"), i64(extent), tirx.ForKind.SERIAL, body)
 
 
-def _region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
-    return tirx.BufferRegion(buffer, [Range.from_min_extent(_i64(begin), _i64(extent)) for begin, extent in bounds])
+def region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
+    return tirx.BufferRegion(buffer, [Range.from_min_extent(i64(begin), i64(extent)) for begin, extent in bounds])

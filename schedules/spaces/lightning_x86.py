@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Call
 from tvm.s_tir import Schedule
 
@@ -201,7 +201,9 @@ def causal_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return loop
         row_tile = enclosing[-1].loop_var
         below = tvm_ffi.structural_map(loop.body, (Call, _condition_holds))
-        diagonal = tvm_ffi.structural_map(loop.body, (tirx.Var, lambda var: row_tile if var.same_as(loop.loop_var) else var))
+        diagonal = tvm_ffi.structural_map(
+            loop.body, (tirx.Var, lambda var: row_tile if var.same_as(loop.loop_var) else var)
+        )
         return tirx.SeqStmt(
             [tirx.For(loop.loop_var, loop.min, row_tile, loop.kind, below, loop.thread_binding, annotations), diagonal]
         )

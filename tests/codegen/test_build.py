@@ -1,10 +1,13 @@
-"""From a workload to an artifact folder: what goes in, when it is made again, and what happens when it cannot be made."""
+"""From a workload to an artifact folder: what goes in, when it is made again, what happens when it cannot be made."""
 
 import json
 import multiprocessing
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import msgspec
 import pytest
 import toys
 
@@ -126,32 +129,34 @@ def test_what_the_compiler_refuses_names_workload_and_decisions(toy_spaces, tmp_
         build.build(TOY, TARGET, root=tmp_path / "out")
 
 
-def _put_copy(source: Path, folder: Path, times: int) -> None:
-    """A writer of a race: puts the same artifact in place again and again."""
-    manifest = read_manifest(source)
-    for _ in range(times):
-        with build._staging(folder) as staging:
+def _write_often(source: str, folder: str, fingerprint: str) -> None:
+    """One writer of a race: puts a copy of an artifact in place again and again."""
+    manifest = msgspec.structs.replace(read_manifest(Path(source)), fingerprint=fingerprint)
+    for _ in range(10):
+        with build._staging(Path(folder)) as staging:
             for name in manifest.files:
-                shutil.copy(source / name, staging / name)
-            build._put_in_place(staging, folder, manifest, "module.so")
+                shutil.copy(Path(source) / name, staging / name)
+            build._put_in_place(staging, Path(folder), manifest, "module.so")
 
 
-def test_equal_builds_that_race_all_succeed(tmp_path):
+@pytest.mark.parametrize("fingerprints", [("same", "same"), ("one", "other")], ids=["equal", "replacing each other"])
+def test_builds_that_race_leave_one_whole_artifact(tmp_path, fingerprints):
     source = toys.built() / TARGET / TOY.name
     folder = tmp_path / "out" / TOY.name
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_race, args=(str(source), str(folder))) for _ in range(2)]
+    writers = [
+        context.Process(target=_write_often, args=(str(source), str(folder), fingerprint))
+        for fingerprint in fingerprints
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(120)
         assert writer.exitcode == 0
-    assert read_manifest(folder) == read_manifest(source)
+    manifest = read_manifest(folder)
+    assert manifest.fingerprint in fingerprints
+    assert manifest.files == {name: file_entry(folder / name) for name in names(folder) - {"manifest.json"}}
     assert names(folder.parent) == {TOY.name}
-
-
-def _race(source: str, folder: str) -> None:
-    _put_copy(Path(source), Path(folder), 30)
 
 
 def test_failures_of_a_batch_are_all_told_and_stop_nothing(toy_spaces, tmp_path):
@@ -171,6 +176,22 @@ def test_worker_processes_report_what_has_no_space(tmp_path):
     with pytest.raises(BuildError, match="lightning_decode-bf16-d3v5") as caught:
         build.build_all(missing, "x86-amx", tmp_path, jobs=2)
     assert "lightning_decode-f32-d3v5" in str(caught.value)
+
+
+def test_a_compiler_process_that_dies_is_told_for_what_it_left_undone(toy_spaces, tmp_path, monkeypatch):
+    class Dying(ThreadPoolExecutor):
+        def __init__(self, jobs, mp_context):
+            super().__init__(jobs)
+
+        def submit(self, function, *arguments, **options):
+            return super().submit(self.die)
+
+        def die(self):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Dying)
+    with pytest.raises(BuildError, match="2 of 2 workloads .*failed:\n.*a compiler process died"):
+        build.build_all([TOY, toys.PARALLEL], TARGET, tmp_path)
 
 
 def test_get_space_names_workload_and_target():

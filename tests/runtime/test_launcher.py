@@ -52,7 +52,7 @@ def threads():
 
 
 def serve(root: Path, body: str, *, before: str = "") -> str:
-    """Run `body` in a serving process: `load(toy)` gives a toy's function, `x`, `out` are tensors; returns what it prints."""
+    """Run `body` in a serving process: `load(toy)` gives a function, `right(function)` checks it; its output."""
     script = f"""
 import ctypes, os, sys, threading
 from pathlib import Path
@@ -233,6 +233,17 @@ def test_one_thread_runs_one_task_in_place(library, threads):
     threads(1)
     result, ids, told, used = run(library)
     assert (result, ids, told, used) == (0, [0], 1, {threading.get_ident()})
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_set_num_threads_holds_in_threads_that_never_used_torch(library, threads):
+    results = []
+    for count in (1, 2):
+        threads(count)
+        thread = threading.Thread(target=lambda: results.append(run(library)[2]))
+        thread.start()
+        thread.join()
+    assert results == [1, 16]
 
 
 def test_thread_count_follows_the_affinity_mask(library, threads):

@@ -1,0 +1,427 @@
+"""Valid ragged inputs for every searched operator, with expected results in float64.
+
+Imports torch, never tvm. Everything is made from a fixed seed: the same workload always gets the same data. Pools are
+larger than what is used, their slots are permuted, and what no request may read is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from tilewright.runtime import store
+from tilewright.schedules.workload import Workload
+
+OPERATORS = ("paged_decode", "paged_extend", "lightning_decode", "lightning_extend")
+SEED = 20260
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
+OFF = 2**30
+
+
+class Tolerance(NamedTuple):
+    """How far a result may be from its float64 reference, as a share of the reference's root mean square."""
+
+    rms: float
+    most: float
+
+
+# f32: sums of some thousand products and a polynomial exp2. bf16, fp16: one rounding of the output and one of the
+# probabilities, scores or decayed keys, as tile instructions require.
+OUT = {"f32": Tolerance(5e-6, 1e-4), "bf16": Tolerance(5e-3, 4e-2), "fp16": Tolerance(7e-4, 6e-3)}
+STATE = {"f32": Tolerance(5e-6, 1e-4), "bf16": Tolerance(4e-3, 4e-2), "fp16": Tolerance(5e-4, 6e-3)}
+LSE = {"f32": 2e-5, "bf16": 2e-3, "fp16": 3e-4}  # nats
+
+
+class Case(Protocol):
+    """One input with its expected result, for any candidate of a problem.
+
+    Attributes:
+        flops, bytes: of one call, the least that the operator needs.
+    """
+
+    flops: float
+    bytes: float
+
+    def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
+        """A function without arguments that runs the candidate built into `root` on this input, all of the operator.
+
+        Work that a caller does once for many calls (planning) is done here, not in the function.
+        """
+
+    def poison(self) -> None:
+        """Fill every output and workspace with NaN and restore what a call changes in place."""
+
+    def error(self) -> float:
+        """How far the outputs are off, as a share of the tolerance: right means <= 1; NaN means wrong."""
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Lengths of a paged batch: (prefix, new tokens) of each request, and the number of KV heads."""
+
+    requests: tuple[tuple[int, int], ...]
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Lightning:
+    """Lengths of a lightning batch: tokens of each request, and the number of heads."""
+
+    tokens: tuple[int, ...]
+    heads: int
+
+
+# What is timed. Ragged, about as much data as docs/performance's tables: decode 8 x 2048 keys, extend 1024 new tokens.
+MEASURED: dict[str, Paged | Lightning] = {
+    "paged_decode": Paged(tuple((n - 1, 1) for n in (2048, 1537, 2571, 1790, 2306, 1025, 3071, 2036)), 8),
+    "paged_extend": Paged(((0, 771), (515, 253)), 4),
+    "lightning_extend": Lightning((1537, 511), 8),
+    "lightning_decode": Lightning((1,) * 16, 32),
+}
+# What a winner must get right: around tile edges, empty requests, one token, no prefix, odd heads.
+VERIFIED: dict[str, tuple[Paged | Lightning, ...]] = {
+    "paged_decode": (
+        Paged(((0, 1), (1, 1), (15, 1), (16, 1), (62, 1), (63, 1), (64, 1)), 1),
+        Paged(((1299, 1),), 2),
+        Paged(((7, 1), (511, 1), (512, 1), (128, 1), (255, 1)), 3),
+    ),
+    "paged_extend": (
+        Paged(((0, 1), (0, 15), (0, 16), (0, 17), (5, 31), (0, 33)), 1),
+        Paged(((97, 37), (0, 130), (64, 64)), 2),
+        Paged(((700, 1), (0, 0), (33, 97)), 1),
+    ),
+    "lightning_extend": (
+        Lightning((1, 0, 15, 16, 17, 63, 64, 65), 2),
+        Lightning((257,), 3),
+        Lightning((31, 127, 129), 1),
+    ),
+    "lightning_decode": (Lightning((1,), 1), Lightning((1,) * 5, 3), Lightning((1,) * 17, 2)),
+}
+
+
+def check_operator(workload: Workload) -> None:
+    """Raises ValueError unless the workload's operator is one that has cases and its sizes are static."""
+    if workload.operator not in OPERATORS or workload.general:
+        raise ValueError(
+            f"{workload.name}: there is nothing to search; expected a specialised workload of {', '.join(OPERATORS)}"
+        )
+
+
+def companions(workload: Workload) -> list[Workload]:
+    """Other kernels that a call of the operator needs."""
+    return [Workload("merge", workload.dtype)] if workload.operator.startswith("paged") else []
+
+
+def describe(workload: Workload) -> str:
+    """The measured case in words."""
+    lengths = MEASURED[workload.operator]
+    if isinstance(lengths, Paged):
+        group = workload.group or 1
+        sizes = ", ".join(f"{prefix}+{new}" for prefix, new in lengths.requests)
+        return (
+            f"(prefix + new tokens) {sizes}; {group * lengths.kv_heads}/{lengths.kv_heads} heads; page size 1, permuted"
+        )
+    return f"tokens {', '.join(map(str, lengths.tokens))}; {lengths.heads} heads; permuted slots"
+
+
+def measured(workload: Workload, target: str, shared: Path) -> Case:
+    """The representative case. `shared`: the artifact root that holds the workload's `companions`."""
+    return _case(workload, target, shared, MEASURED[workload.operator], SEED)
+
+
+def verified(workload: Workload, target: str, shared: Path) -> list[Case]:
+    """The ragged cases that a winner is held to, expected results from the oracles of `schedules`."""
+    cases = enumerate(VERIFIED[workload.operator], 1)
+    return [_case(workload, target, shared, lengths, SEED + index, oracle=True) for index, lengths in cases]
+
+
+def _case(
+    workload: Workload, target: str, shared: Path, lengths: Paged | Lightning, seed: int, oracle: bool = False
+) -> Case:
+    if isinstance(lengths, Paged):
+        return PagedCase(workload, target, shared, lengths, seed, oracle=oracle)
+    return LightningCase(workload, target, lengths, seed, oracle=oracle)
+
+
+def _excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
+    """The greater of rms and greatest error, each as a share of what is tolerated; NaN where the result is."""
+    if not expected.numel():
+        return 0.0
+    error = actual.double() - expected
+    scale = float(expected.square().mean().sqrt())
+    return _worst(
+        float(error.square().mean().sqrt()) / (tolerance.rms * scale),
+        float(error.abs().max()) / (tolerance.most * scale),
+    )
+
+
+def _f64(tensor: torch.Tensor) -> np.ndarray:
+    """For the oracles: float64 holds every value of every type exactly."""
+    return tensor.double().numpy()
+
+
+class PagedCase:
+    """Paged decode or causal extend: a `Case`.
+
+    Decode reads its keys, the current token's too, from the pool; extend reads the prefix from the pool and the new
+    tokens from k_new and v_new.
+    """
+
+    def __init__(
+        self, workload: Workload, target: str, shared: Path, lengths: Paged, seed: int, *, oracle: bool
+    ) -> None:
+        self._workload, self._target, self._shared, self._lengths = workload, target, shared, lengths
+        dim, dim_v, group = workload.head_dim_qk or 0, workload.head_dim_vo or 0, workload.group or 1
+        heads, kv_heads, dtype = group * lengths.kv_heads, lengths.kv_heads, DTYPES[workload.dtype]
+        self._decode = workload.operator == "paged_decode"
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw).to(dtype)
+
+        tokens = sum(new for _, new in lengths.requests)
+        pooled = [prefix + new if self._decode else prefix for prefix, new in lengths.requests]
+        slots = sum(pooled) + 64
+        self._q = normal(tokens, heads, dim)
+        self._k_buffer = torch.full((slots, kv_heads, dim), math.nan, dtype=dtype)
+        self._v_buffer = torch.full((slots, kv_heads, dim_v), math.nan, dtype=dtype)
+        self._k_new, self._v_new = self._k_buffer, self._v_buffer
+        if not self._decode:
+            self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
+        batch = len(lengths.requests)
+        self._req_to_token = torch.zeros((batch + 3, max(pooled) + 5), dtype=torch.int32)
+        self._req_pool_indices = torch.randperm(batch + 3, generator=draw)[:batch].to(torch.int32)
+        self._kv_start = torch.zeros(batch, dtype=torch.int32)
+        free = torch.randperm(slots, generator=draw)
+        self._sinks = torch.full((heads,), -math.inf)
+        self._out = torch.empty((tokens, heads, dim_v), dtype=dtype)
+        self._lse = torch.empty((tokens, heads))
+        self._part_o, self._part_lse = torch.empty(0), torch.empty(0)
+        self._scale = dim**-0.5
+        self._expected = torch.empty((tokens, heads, dim_v), dtype=torch.float64)
+        self._expected_lse = torch.empty((tokens, heads), dtype=torch.float64)
+
+        row = pairs = keys_read = 0
+        for index, ((prefix, new), length) in enumerate(zip(lengths.requests, pooled, strict=True)):
+            mine, free = free[:length], free[length:]
+            self._k_buffer[mine], self._v_buffer[mine] = normal(length, kv_heads, dim), normal(length, kv_heads, dim_v)
+            self._req_to_token[int(self._req_pool_indices[index]), :length] = mine.to(torch.int32)
+            if not oracle:
+                rows = slice(row, row + new)
+                keys, values = self._k_buffer[mine], self._v_buffer[mine]
+                if not self._decode:
+                    keys, values = torch.cat((keys, self._k_new[rows])), torch.cat((values, self._v_new[rows]))
+                expected = causal_attention(self._q[rows], keys, values, self._scale)
+                self._expected[rows], self._expected_lse[rows] = expected
+            row += new
+            pairs += prefix * new + new * (new + 1) // 2
+            keys_read += prefix + new
+        if oracle:
+            self._ask_oracle()
+        self.flops = 2.0 * pairs * heads * (dim + dim_v)
+        self.bytes = float((keys_read * kv_heads + tokens * heads) * (dim + dim_v) * dtype.itemsize)
+
+    def _ask_oracle(self) -> None:
+        from tilewright.schedules.paged_attention import reference
+
+        requests = self._lengths.requests
+        out, lse = reference.extend(
+            _f64(self._q),
+            None if self._decode else _f64(self._k_new),
+            None if self._decode else _f64(self._v_new),
+            _f64(self._k_buffer),
+            _f64(self._v_buffer),
+            self._req_to_token.numpy(),
+            self._req_pool_indices.numpy(),
+            np.array([prefix + new for prefix, new in requests]),
+            np.array([new for _, new in requests]),
+        )
+        self._expected, self._expected_lse = torch.from_numpy(out), torch.from_numpy(lse)
+
+    def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
+        """See `Case`."""
+        from tilewright.runtime.planner import Lengths, Tiling, make_work
+
+        kernel = store.load(self._workload, self._target, root=root).function
+        merge = store.load(companions(self._workload)[0], self._target, root=self._shared).function
+        new = np.array([new for _, new in self._lengths.requests], np.int64)
+        keys = np.array([prefix + new for prefix, new in self._lengths.requests], np.int64)
+        work = make_work(
+            Lengths(keys, new, np.cumsum(new) - new),
+            Tiling(plan["block_q"], plan["chunk"], plan["min_split"]),
+            causal=True,
+            window=OFF,
+            from_pool=self._decode,
+            num_kv_heads=self._lengths.kv_heads,
+            threads=torch.get_num_threads(),
+            batch_invariant=False,
+        )
+        items, rows = torch.from_numpy(work.items), torch.from_numpy(work.rows)
+        heads, dim_v = self._out.shape[1:]
+        self._part_o = torch.empty((max(work.partials, 1), heads, dim_v))
+        self._part_lse = torch.empty((max(work.partials, 1), heads))
+        keys_new = () if self._decode else (self._k_new, self._v_new)
+        arguments = (
+            self._q, self._k_buffer, self._v_buffer, *keys_new,
+            self._req_to_token, self._req_pool_indices, self._kv_start, items, self._sinks,
+            self._out, self._lse, self._part_o, self._part_lse,
+            self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0,
+        )  # fmt: skip
+        merged = (self._part_o, self._part_lse, rows, self._sinks, self._out, self._lse)
+
+        def call() -> None:
+            kernel(*arguments)
+            if work.partials:
+                merge(*merged)
+
+        return call
+
+    def poison(self) -> None:
+        """See `Case`."""
+        for tensor in (self._out, self._lse, self._part_o, self._part_lse):
+            tensor.fill_(math.nan)
+
+    def error(self) -> float:
+        """See `Case`."""
+        return _worst(
+            _excess(self._out, self._expected, OUT[self._workload.dtype]),
+            float((self._lse - self._expected_lse).abs().max()) / LSE[self._workload.dtype],
+        )
+
+
+def causal_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense bottom-right causal attention of one request in float64: out and natural-log LSE.
+
+    Args:
+        q: [T, Hq, D], T <= N.
+        keys: [N, Hk, D] in order of position.
+        values: [N, Hk, Dv].
+        scale: of the scores.
+    """
+    tokens, heads, _ = q.shape
+    group = heads // keys.shape[1]
+    out = torch.empty((tokens, heads, values.shape[-1]), dtype=torch.float64)
+    lse = torch.empty((tokens, heads), dtype=torch.float64)
+    hidden = torch.ones((tokens, len(keys)), dtype=torch.bool).triu(len(keys) - tokens + 1)
+    for head in range(heads):
+        score = (q[:, head].double() @ keys[:, head // group].double().T * scale).masked_fill_(hidden, -math.inf)
+        lse[:, head] = torch.logsumexp(score, -1)
+        out[:, head] = torch.exp(score - lse[:, head, None]) @ values[:, head // group].double()
+    return out, lse
+
+
+class LightningCase:
+    """Lightning decode or extend, every second request with an initial state: a `Case`."""
+
+    def __init__(self, workload: Workload, target: str, lengths: Lightning, seed: int, *, oracle: bool) -> None:
+        self._workload, self._target = workload, target
+        dim, dim_v, heads = workload.head_dim_qk or 0, workload.head_dim_vo or 0, lengths.heads
+        self._decode = workload.operator == "lightning_decode"
+        dtype, batch, tokens = DTYPES[workload.dtype], len(lengths.tokens), sum(lengths.tokens)
+        draw = torch.Generator().manual_seed(seed)
+        self._q = torch.randn((tokens, heads, dim), generator=draw).to(dtype)
+        self._k = (torch.randn((tokens, heads, dim), generator=draw) * dim**-0.5).to(dtype)
+        self._v = torch.randn((tokens, heads, dim_v), generator=draw).to(dtype)
+        self._initial = torch.full((batch + 2, heads, dim, dim_v), math.nan)
+        self._indices = torch.randperm(batch + 2, generator=draw)[:batch].to(torch.int32)
+        has_state = [self._decode or index % 2 == 1 for index in range(batch)]
+        self._has_state = torch.tensor(has_state, dtype=torch.int32)
+        self._starts = torch.tensor([0, *np.cumsum(lengths.tokens)], dtype=torch.int32)
+        self._slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
+        self._scale = dim**-0.5
+        self._out = torch.empty((tokens, heads, dim_v), dtype=dtype)
+
+        touched = [index for index in range(batch) if lengths.tokens[index]]
+        for index in range(batch):
+            if has_state[index]:
+                self._initial[self._indices[index]] = torch.randn((heads, dim, dim_v), generator=draw)
+        self._touched = self._indices[touched].long()
+        self._state = self._initial.clone()
+        self._expected = torch.empty((tokens, heads, dim_v), dtype=torch.float64)
+        self._expected_state = self._initial.double()
+        if oracle:
+            self._ask_oracle()
+        else:
+            for index in touched:
+                rows, slot = slice(int(self._starts[index]), int(self._starts[index + 1])), int(self._indices[index])
+                start = self._expected_state[slot] if has_state[index] else torch.zeros_like(self._expected_state[slot])
+                self._expected[rows], self._expected_state[slot] = recurrence(
+                    self._q[rows], self._k[rows], self._v[rows], start, self._slopes, self._scale
+                )
+        self.flops = 4.0 * tokens * heads * dim * dim_v
+        moved = tokens * heads * 2 * (dim + dim_v) * dtype.itemsize
+        states = len(touched) + sum(has_state[index] for index in touched)
+        self.bytes = float(moved + states * heads * dim * dim_v * 4)
+
+    def _ask_oracle(self) -> None:
+        from tilewright.schedules.lightning_attention import reference
+
+        out, state = reference.extend(
+            _f64(self._q),
+            _f64(self._k),
+            _f64(self._v),
+            _f64(self._initial),
+            self._indices.numpy(),
+            self._starts.numpy(),
+            _f64(self._slopes),
+            has_initial_state=self._has_state.numpy(),
+        )
+        self._expected, self._expected_state = torch.from_numpy(out), torch.from_numpy(state)
+
+    def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
+        """See `Case`."""
+        kernel = store.load(self._workload, self._target, root=root).function
+        head = (self._q, self._k, self._v, self._state, self._indices)
+        middle = () if self._decode else (self._has_state, self._starts)
+        arguments = (*head, *middle, self._slopes, self._out, self._scale)
+        return lambda: kernel(*arguments)
+
+    def poison(self) -> None:
+        """See `Case`."""
+        self._out.fill_(math.nan)
+        self._state.copy_(self._initial)
+
+    def error(self) -> float:
+        """See `Case`; also whether a slot was touched that must not be."""
+        untouched = torch.ones(len(self._state), dtype=torch.bool)
+        untouched[self._touched] = False
+        same = torch.equal(self._state[untouched].nan_to_num(7), self._initial[untouched].nan_to_num(7))
+        return _worst(
+            _excess(self._out, self._expected, OUT[self._workload.dtype]),
+            _excess(self._state[self._touched], self._expected_state[self._touched], STATE[self._workload.dtype]),
+            0.0 if same else math.inf,
+        )
+
+
+def recurrence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, slopes: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lightning attention of one request in float64, token by token: out [T, H, Dv] and the final state [H, Dk, Dv].
+
+    Args:
+        q: [T, H, Dk].
+        k: [T, H, Dk].
+        v: [T, H, Dv].
+        state: [H, Dk, Dv] float64.
+        slopes: [H].
+        scale: of the outputs.
+    """
+    decay = torch.exp(-slopes.double())[:, None, None]
+    out = torch.empty(v.shape, dtype=torch.float64)
+    for token in range(len(q)):
+        state = decay * state + k[token].double()[:, :, None] * v[token].double()[:, None, :]
+        out[token] = scale * (q[token].double()[:, None, :] @ state)[:, 0]
+    return out, state
+
+
+def _worst(*errors: float) -> float:
+    """The greatest; NaN if any is."""
+    return math.nan if any(math.isnan(error) for error in errors) else max(errors)

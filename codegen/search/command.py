@@ -1,0 +1,142 @@
+"""`tilewright tune`. Everything heavy is imported when the command runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tilewright.schedules.catalog import TUNE_PRESET
+from tilewright.schedules.targets import TARGETS
+from tilewright.schedules.workload import Workload, WorkloadError
+
+if TYPE_CHECKING:
+    from tilewright.codegen.search.tune import Options
+
+DEFAULT_TRIALS = 256
+DEFAULT_SECONDS = 300
+INTERRUPTED = 130
+MOST_BUILDERS = 16  # 0.4 GB each, and a batch has no more candidates
+
+
+@click.command(name="tune")
+@click.argument("workloads", nargs=-1, metavar="[WORKLOAD]...")
+@click.option(
+    "--target", default="auto", show_default=True, metavar="NAME", help="Target, or auto: the best this CPU runs."
+)
+@click.option(
+    "--trials", default=DEFAULT_TRIALS, show_default=True, type=click.IntRange(1),
+    help="Candidates a workload, those of a resumed search included.",
+)  # fmt: skip
+@click.option(
+    "--seconds", default=DEFAULT_SECONDS, show_default=True, type=click.FloatRange(1),
+    envvar="TUNE_SECONDS", show_envvar=True,
+    help="Wall clock for all workloads together; whichever of trials or seconds ends first.",
+)  # fmt: skip
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the proposals.")
+@click.option("--resume/--fresh", default=True, show_default=True, help="Go on from earlier trials, or set them aside.")
+@click.option(
+    "--out", default="tuning_logs", show_default=True, type=click.Path(path_type=Path), help="Root of the records."
+)
+@click.option(
+    "--work", default="build/tune", show_default=True, type=click.Path(path_type=Path), help="Root of the working logs."
+)
+def command(
+    workloads: tuple[str, ...], target: str, trials: int, seconds: float, seed: int, resume: bool, out: Path, work: Path
+) -> None:
+    """Search for the fastest schedules of WORKLOADs on this machine.
+
+    Without a WORKLOAD: the preset that `make tune` tunes. A workload's name says what it computes, e.g.
+    paged_decode-bf16-g4-d128; `tilewright list` shows those of the catalogue, and any of the same form may be given.
+    """
+    try:
+        chosen = [Workload.parse(name) for name in workloads] or list(TUNE_PRESET)
+    except WorkloadError as error:
+        raise click.UsageError(str(error)) from error
+    name = resolve_target(target)
+    _check_installed()
+
+    from rich.console import Console
+
+    from tilewright.codegen.bench import inputs
+    from tilewright.codegen.search.problem import WorkloadProblem
+    from tilewright.codegen.search.progress import Progress, Row
+    from tilewright.codegen.search.tune import Options, Stop, tune
+    from tilewright.codegen.search.worker import Interrupted, WorkerError
+
+    for workload in chosen:
+        try:
+            inputs.check_operator(workload)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    options = Options(
+        trials=trials,
+        seconds=seconds,
+        seed=seed,
+        resume=resume,
+        records=out,
+        work=work,
+        builders=min(len(os.sched_getaffinity(0)), MOST_BUILDERS),
+    )
+    again = resume_command(chosen, name, options)
+    click.echo(f"target {name}; {again}")
+    rows = [Row(workload.name, trials) for workload in chosen]
+    progress = Progress(Console(), rows)
+    try:
+        with progress.shown():
+            results = tune([WorkloadProblem(workload, name) for workload in chosen], options, progress, rows, Stop())
+    except Interrupted:
+        click.echo(f"stopped; all trials so far are in {work}. Go on with:\n  {again}")
+        sys.exit(INTERRUPTED)
+    except WorkerError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo("")
+    for result in results:
+        click.echo(result.message or f"{result.workload}: {result.error}")
+    if any(result.error for result in results):
+        sys.exit(1)
+
+
+def resolve_target(name: str) -> str:
+    """The target called `name`; for "auto" the best packaged one whose modules this CPU runs.
+
+    Raises:
+        click.ClickException: there is none.
+    """
+    from tilewright.runtime.features import missing_features
+
+    if name != "auto":
+        if name not in TARGETS:
+            raise click.UsageError(f"--target: got {name!r}, expected auto or one of {', '.join(TARGETS)}")
+        missing = missing_features(TARGETS[name].features)
+        if missing:
+            raise click.ClickException(
+                f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"
+            )
+        return name
+    usable = [target for target in TARGETS.values() if target.packaged and not missing_features(target.features)]
+    if not usable:
+        raise click.ClickException(f"--target auto: this CPU runs none of {', '.join(TARGETS)}")
+    return max(usable, key=lambda target: target.rank).name
+
+
+def resume_command(workloads: Sequence[Workload], target: str, options: Options) -> str:
+    """The shell command that continues a search with these `tune.Options`."""
+    words = ["tilewright", "tune", *(workload.name for workload in workloads), "--target", target]
+    words += ["--trials", str(options.trials), "--seconds", f"{options.seconds:.15g}", "--seed", str(options.seed)]
+    words += ["--resume", "--out", str(options.records), "--work", str(options.work)]
+    return shlex.join(words)
+
+
+def _check_installed() -> None:
+    """Raises click.ClickException where the tune extra is missing."""
+    from importlib.util import find_spec
+
+    missing = [package for package in ("tvm", "xgboost") if find_spec(package) is None]
+    if missing:
+        raise click.ClickException(f"{' and '.join(missing)}: not installed; pip install 'tilewright[tune]'")

@@ -1,0 +1,161 @@
+"""Measures candidates in a worker process that loads them as a server would: the runtime, the launcher, no TVM.
+
+A result is checked before it is timed. One process at a time measures, with nothing else of ours running.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewright.codegen.bench.inputs import Case
+from tilewright.codegen.search.problem import Problem
+from tilewright.codegen.search.worker import Outcome, Pool
+
+# One trial: samples of at least SAMPLE_SECONDS each, at least MIN_SAMPLES, until MEASURE_SECONDS or MAX_SAMPLES.
+SAMPLE_SECONDS = 1e-3
+MEASURE_SECONDS = 0.25
+MIN_SAMPLES, MAX_SAMPLES = 5, 60
+HOPELESS = 4.0  # times the best: such a candidate is not worth more than one sample
+
+Contestant = tuple[Path, dict[str, int]]
+
+
+class WrongResultError(RuntimeError):
+    """A candidate computes something else than the reference."""
+
+    reason = "wrong result"
+
+
+class Runner:
+    """A context manager around one worker; see `Pool` for `log` and `interrupted`.
+
+    Args:
+        seconds: a candidate that takes longer to check and time is killed.
+    """
+
+    def __init__(self, seconds: float, log: Path, interrupted: Callable[[], bool]) -> None:
+        self._seconds = seconds
+        self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._pool.__exit__(*details)
+
+    def work(self, problem: Problem, shared: Path) -> tuple[float, float]:
+        """Flops and bytes of one call of the measured case (which this prepares)."""
+        flops, moved = self._value(self._one(_work, (problem, shared), 60 + self._seconds))
+        return flops, moved
+
+    def measure(self, problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> Outcome:
+        """Check and time one candidate; the outcome's value is its undisturbed microseconds."""
+        outcome = self._one(_measure, (problem, shared, contestant, best_us), self._seconds)
+        if outcome.reason == WrongResultError.reason:
+            self._pool.restart()  # it may have written anywhere
+        return outcome
+
+    def compare(self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
+        """Time the contestants in one process, in turns, for `seconds` in all; undisturbed microseconds of each."""
+        task = (problem, shared, list(contestants), seconds)
+        return list(self._value(self._one(_compare, task, seconds + self._seconds * len(contestants))))
+
+    def verify(self, problem: Problem, shared: Path, contestant: Contestant) -> Outcome:
+        """Hold a candidate against the oracle; its value: (worst error as a share of the tolerance, cases)."""
+        return self._one(_verify, (problem, shared, contestant), 60 + 10 * self._seconds)
+
+    def _one(self, function: Callable[..., object], task: tuple[object, ...], seconds: float) -> Outcome:
+        return next(outcome for _, outcome in self._pool.map(function, [task], seconds))
+
+    def _value(self, outcome: Outcome) -> Any:
+        if outcome.reason:
+            raise RuntimeError(f"the runner {outcome.reason}: {outcome.detail}")
+        return outcome.value
+
+
+def _import_runtime() -> None:
+    import torch  # noqa: F401
+
+
+@functools.lru_cache(maxsize=1)
+def _measured(problem: Problem, shared: Path) -> Case:
+    return problem.measured(shared)
+
+
+def _work(problem: Problem, shared: Path) -> tuple[float, float]:
+    case = _measured(problem, shared)
+    return case.flops, case.bytes
+
+
+def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], float, float]:
+    """The bound candidate, the seconds of its first call and its error; raises WrongResultError."""
+    root, plan = contestant
+    call = case.bind(root, plan)
+    case.poison()
+    started = time.perf_counter()
+    call()
+    first = time.perf_counter() - started
+    error = case.error()
+    if not error <= 1:
+        raise WrongResultError(f"error {error:.3g} times the tolerance")
+    return call, first, error
+
+
+def _sample(call: Callable[[], object], number: int) -> float:
+    started = time.perf_counter()
+    for _ in range(number):
+        call()
+    return (time.perf_counter() - started) / number
+
+
+def _undisturbed(samples: list[float]) -> float:
+    """The tenth percentile of the samples.
+
+    Other load only ever adds time, in steps as long as a scheduler's: on a shared machine the median measures the
+    neighbours. The very least sample may have had a clock that nobody else got.
+    """
+    return sorted(samples)[len(samples) // 10]
+
+
+def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> float:
+    call, _, _ = _checked(_measured(problem, shared), contestant)
+    warm = _sample(call, 1)
+    if warm * 1e6 > HOPELESS * best_us:
+        return warm * 1e6
+    number = max(1, math.ceil(SAMPLE_SECONDS / warm))
+    samples = [warm] if number == 1 else []
+    end = time.perf_counter() + MEASURE_SECONDS
+    while len(samples) < MIN_SAMPLES or (time.perf_counter() < end and len(samples) < MAX_SAMPLES):
+        samples.append(_sample(call, number))
+    return _undisturbed(samples) * 1e6
+
+
+def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
+    case = _measured(problem, shared)
+    calls = [_checked(case, contestant)[0] for contestant in contestants]
+    numbers = [max(1, math.ceil(SAMPLE_SECONDS / _sample(call, 1))) for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    turn = 0
+    while turn < MIN_SAMPLES or (time.perf_counter() < end and turn < 10 * MAX_SAMPLES):
+        # Forward and backward in turn: nobody always follows the same neighbour.
+        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
+        for index in order:
+            samples[index].append(_sample(calls[index], numbers[index]))
+        turn += 1
+    return [_undisturbed(values) * 1e6 for values in samples]
+
+
+def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:
+    cases = _verified(problem, shared)
+    return max(_checked(case, contestant)[2] for case in cases), len(cases)
+
+
+@functools.lru_cache(maxsize=1)
+def _verified(problem: Problem, shared: Path) -> list[Case]:
+    return problem.verified(shared)

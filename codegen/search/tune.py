@@ -1,0 +1,452 @@
+"""The search of workloads: propose, build, measure, learn; then measure again, verify and record the winner."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from tilewright.codegen import records, roofline
+from tilewright.codegen.search.builder import Builder, root_of
+from tilewright.codegen.search.problem import Problem
+from tilewright.codegen.search.progress import Progress, Row
+from tilewright.codegen.search.runner import Runner
+from tilewright.codegen.search.trials import Trial, Trials
+from tilewright.codegen.search.worker import Interrupted, WorkerError
+from tilewright.schedules.workload import DEFINITION_REVISION
+
+BATCH = 16  # candidates between two rounds of learning
+FINALISTS = 8
+FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
+COMPARE_SECONDS = 12.0
+TIE = 0.02  # a record from elsewhere gives way only to what is faster by more than this
+
+
+class TuneError(RuntimeError):
+    """A workload that cannot be searched: its untuned schedule does not build, run or verify."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the search.
+
+    Attributes:
+        trials: candidates a workload, earlier ones of a resumed search included.
+        seconds: for all workloads together, whichever ends first.
+        seed: of the proposals. resume: go on from the working logs.
+        records: root of tuning_logs. work: root of the working logs and candidates, may be deleted between runs.
+        build_seconds, run_seconds: a candidate that takes longer is killed.
+        builders: processes that build.
+    """
+
+    trials: int
+    seconds: float
+    seed: int
+    resume: bool
+    records: Path
+    work: Path
+    build_seconds: float = 120.0
+    run_seconds: float = 30.0
+    builders: int = 1
+
+
+@dataclass
+class Result:
+    """What became of one workload: a record kept or written, or the `error` that prevented it."""
+
+    workload: str
+    record: records.Record | None = None
+    error: str = ""
+    message: str = ""
+
+
+class Stop:
+    """Whether the user asked to stop: the first SIGINT or SIGTERM asks, a second SIGINT ends at once.
+
+    A flag, because an exception would be raised inside whatever callback of TVM happens to run.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self._asked
+
+    def ask(self) -> None:
+        """Stop as soon as possible."""
+        self._asked = True
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Listen to the signals while the context lasts (in the main thread; elsewhere only `ask` works)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.getsignal(number) for number in numbers]
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._asked and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._asked = True
+
+        for number in numbers:
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            for number, old in zip(numbers, before, strict=True):
+                signal.signal(number, old)
+
+
+def tune(
+    problems: Sequence[Problem], options: Options, progress: Progress, rows: Sequence[Row], stop: Stop
+) -> list[Result]:
+    """Search each problem in turn and write its record; one result a problem.
+
+    The time is shared fairly: each problem gets its part of what is left when it starts. `rows` are the progress rows
+    of the problems, in order.
+
+    Raises:
+        Interrupted: the user asked to stop; every trial made so far is in the working logs.
+        WorkerError: the worker processes do not start.
+    """
+    log = options.work / "workers.log"
+    with (
+        stop.on_signals(),
+        Builder(options.builders, options.build_seconds, log, stop) as builder,
+        Runner(options.run_seconds, log, stop) as runner,
+    ):
+        return tune_with(builder, runner, problems, options, progress, rows, stop)
+
+
+def tune_with(
+    builder: Builder,
+    runner: Runner,
+    problems: Sequence[Problem],
+    options: Options,
+    progress: Progress,
+    rows: Sequence[Row],
+    stop: Stop,
+) -> list[Result]:
+    """`tune` with workers that the caller keeps (and that are asked with `stop`, or never stop)."""
+    results = []
+    end = time.monotonic() + options.seconds
+    for index, (problem, row) in enumerate(zip(problems, rows, strict=True)):
+        now = time.monotonic()
+        deadline = now + max(end - now, 0.0) / (len(problems) - index)
+        try:
+            results.append(_Search(problem, options, progress, row, stop, builder, runner, deadline).run())
+        except (Interrupted, WorkerError):
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            row.state = "failed"
+            progress.update(row)
+            progress.note(f"{problem.name}: {error}")
+            results.append(Result(problem.name, error=str(error)))
+    return results
+
+
+@dataclass
+class _Search:
+    """The search of one problem. `deadline` is for all of it (time.monotonic)."""
+
+    problem: Problem
+    options: Options
+    progress: Progress
+    row: Row
+    stop: Stop
+    builder: Builder
+    runner: Runner
+    deadline: float
+    _batch_seconds: list[float] = field(default_factory=list)
+
+    def run(self) -> Result:
+        from tilewright.codegen.search import strategy  # imports tvm
+
+        problem, options = self.problem, self.options
+        started = time.monotonic()
+        self.folder = options.work / problem.target / problem.name
+        self.shared = self.folder / "shared"
+        self.space = problem.space()
+        self.environment = records.current_environment()
+        self.old = self._old_record()
+        self.trials = Trials(self.folder, self._identity(), options.resume)
+        if self.trials.note:
+            self.progress.note(f"{problem.name}: {self.trials.note}")
+            shutil.rmtree(self.folder / "candidates", ignore_errors=True)
+        # Shared parts and leftovers may be of older code: only the candidates of this very log are used again.
+        shutil.rmtree(self.shared, ignore_errors=True)
+        self.builder.prepare(problem, self.shared)
+        self.builder.settle()
+        self.flops, self.bytes = self.runner.work(problem, self.shared)
+        limit = roofline.measure(problem.target).seconds(self.flops, self.bytes)
+        self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
+        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, limit * 1e6
+        self.row.deadline = self.search_until
+        self._show()
+
+        default = dict(self.space.default)
+        self._measure_first([default, *self._recorded()])
+        failed = next((trial for trial in self.trials.done if trial.decisions == default and trial.reason), None)
+        if failed is not None:
+            raise TuneError(f"the untuned schedule failed ({failed.reason}): {failed.detail}")
+        evolution = strategy.Evolution(self.space, options.seed, BATCH)
+        evolution.tell((trial.decisions, _seconds(trial)) for trial in self.trials.done)
+        while not self._enough():
+            if self.stop():
+                raise Interrupted
+            proposed = evolution.ask(self._batch())
+            if not proposed:
+                break
+            evolution.tell((trial.decisions, _seconds(trial)) for trial in self._measure(proposed))
+        return self._conclude(default)
+
+    # ---- the trials
+
+    def _identity(self) -> dict[str, object]:
+        return {
+            "schema": 1,
+            "key": self.problem.key,
+            "target": self.problem.target,
+            "code": self.problem.fingerprint(),
+            "cpu": self.environment.cpu,
+            "cores": self.environment.cores,
+        }
+
+    def _recorded(self) -> list[dict[str, int]]:
+        """The committed record's best few that this space still knows: good places to start from."""
+        if self.old is None or not self.options.resume:
+            return []
+        known = [self.old.decisions, *(timed.decisions for timed in self.old.top)]
+        return [decisions for decisions in known if self._valid(decisions)]
+
+    def _valid(self, decisions: dict[str, int]) -> bool:
+        choices = self.space.choices
+        inside = decisions.keys() == choices.keys() and all(value in choices[name] for name, value in decisions.items())
+        return inside and self.space.legal(decisions)
+
+    def _measure_first(self, candidates: list[dict[str, int]]) -> None:
+        done = [trial.decisions for trial in self.trials.done]
+        new: list[dict[str, int]] = []
+        for decisions in candidates:
+            if decisions not in done and decisions not in new:
+                new.append(decisions)
+        if not done:
+            self._measure(new[:1], at_any_cost=True)  # the yardstick comes first and in any case
+            new = new[1:]
+        self._measure(new[: max(self.options.trials - len(self.trials.done), 0)])
+
+    def _enough(self) -> bool:
+        return len(self.trials.done) >= self.options.trials or time.monotonic() >= self.search_until
+
+    def _batch(self) -> int:
+        """How many candidates to take on: a full batch, or what still fits."""
+        count = min(BATCH, self.options.trials - len(self.trials.done))
+        if self.row.seconds_per_trial:
+            left = self.search_until - time.monotonic()
+            count = min(count, max(round(left / self.row.seconds_per_trial), self.options.builders))
+        return max(count, 1)
+
+    def _measure(self, candidates: Sequence[dict[str, int]], at_any_cost: bool = False) -> list[Trial]:
+        """Build the candidates in parallel, then measure them one by one with nothing else running."""
+        if not candidates:
+            return []
+        started, before = time.monotonic(), len(self.trials.done)
+        enough = (lambda: False) if at_any_cost else (lambda: time.monotonic() >= self.search_until)
+        built = []
+        for index, outcome in self.builder.build(self.problem, candidates, self.shared, self.folder, enough):
+            if outcome.reason:
+                reason = outcome.reason if outcome.reason in ("crashed", "timed out") else "failed"
+                self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
+            else:
+                built.append(index)
+        self.builder.settle()  # one that crashed has started anew
+        for index in sorted(built):
+            if enough():
+                break
+            decisions = candidates[index]
+            outcome = self.runner.measure(self.problem, self.shared, self._contestant(decisions), self.trials.best_us)
+            if outcome.reason:
+                reason = outcome.reason if outcome.reason in ("crashed", "timed out", "wrong result") else "failed"
+                detail = outcome.detail if reason != "failed" else f"{outcome.reason}: {outcome.detail}"
+                self._add(Trial(decisions, None, reason, detail))
+            else:
+                self._add(Trial(decisions, float(outcome.value)))
+        self._forget_losers()
+        new = self.trials.done[before:]
+        if new:
+            self._batch_seconds.append((time.monotonic() - started) / len(new))
+            self.row.seconds_per_trial = statistics.median(self._batch_seconds[-3:])
+        return new
+
+    def _contestant(self, decisions: dict[str, int]) -> tuple[Path, dict[str, int]]:
+        return root_of(self.folder, decisions), self.space.plan(decisions)
+
+    def _add(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._show()
+
+    def _show(self, state: str = "") -> None:
+        self.row.state = state or self.row.state
+        self.row.trials, self.row.best_us = len(self.trials.done), self.trials.best_us
+        self.row.failures = sum(self.trials.failures().values())
+        self.progress.update(self.row)
+
+    def _forget_losers(self) -> None:
+        """Delete the artifacts that can no longer be among the finalists."""
+        keep = {root_of(self.folder, trial.decisions) for trial in self.trials.best(FINALISTS)}
+        keep.add(root_of(self.folder, dict(self.space.default)))
+        for root in (self.folder / "candidates").iterdir():
+            if root not in keep:
+                shutil.rmtree(root)
+
+    # ---- the end
+
+    def _conclude(self, default: dict[str, int]) -> Result:
+        """Measure the finalists again beside the default (and the record there is), verify the fastest, record it."""
+        finalists = [trial.decisions for trial in self.trials.best(FINALISTS)]
+        for decisions in (
+            default,
+            *([self.old.decisions] if self.old is not None and self._valid(self.old.decisions) else []),
+        ):
+            if decisions not in finalists:
+                finalists.append(decisions)
+        self._show("re-measure")
+        failed = {
+            index
+            for index, outcome in self.builder.build(self.problem, finalists, self.shared, self.folder, lambda: False)
+            if outcome.reason
+        }
+        finalists = [decisions for index, decisions in enumerate(finalists) if index not in failed]
+        if default not in finalists:
+            raise TuneError("the untuned schedule no longer builds; see the log of the workers")
+        self.builder.settle()
+        finalists, times = self._compare(finalists)
+        if default not in finalists:
+            raise TuneError("the untuned schedule no longer runs; see the log of the workers")
+        contestants = [self._contestant(decisions) for decisions in finalists]
+        order = sorted(range(len(finalists)), key=lambda index: times[index])
+
+        self._show("verify")
+        wrong = []
+        for winner in order:
+            outcome = self.runner.verify(self.problem, self.shared, contestants[winner])
+            if not outcome.reason:
+                break
+            wrong.append(winner)
+            self.progress.note(
+                f"{self.problem.name}: {finalists[winner]} was fast ({times[winner]:.1f} us) and is refused by the "
+                f"oracle ({outcome.reason}: {outcome.detail})"
+            )
+        else:
+            raise TuneError("no finalist agrees with the oracle, the untuned schedule neither")
+        error, cases = outcome.value
+        right = [index for index in order if index not in wrong]
+        timed = {index: records.Timed(finalists[index], round(times[index], 1)) for index in order}
+        return self._keep(
+            timed[winner], timed[finalists.index(default)], [timed[index] for index in right[: records.TOP]],
+            next((timed[i] for i in order if self.old is not None and finalists[i] == self.old.decisions), None),
+            records.Verification(float(f"{error:.3g}"), cases),
+        )  # fmt: skip
+
+    def _compare(self, finalists: list[dict[str, int]]) -> tuple[list[dict[str, int]], list[float]]:
+        """The finalists' undisturbed microseconds, measured in turns; those that fail (now) are left out."""
+        for attempt in range(2):
+            contestants = [self._contestant(decisions) for decisions in finalists]
+            seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))
+            try:
+                return finalists, self.runner.compare(self.problem, self.shared, contestants, seconds)
+            except RuntimeError:
+                if attempt:
+                    raise
+                outcomes = [self.runner.measure(self.problem, self.shared, item, 0.0) for item in contestants]
+                finalists = [item for item, outcome in zip(finalists, outcomes, strict=True) if not outcome.reason]
+        raise AssertionError("unreachable")
+
+    def _keep(
+        self,
+        best: records.Timed,
+        default: records.Timed,
+        top: list[records.Timed],
+        again: records.Timed | None,
+        verification: records.Verification,
+    ) -> Result:
+        """Write the record, or keep the one that another machine made and that is still as fast here (`again`)."""
+        from tilewright.codegen.search import space  # imports tvm
+
+        replaced = None
+        gained = (
+            f"{default.us / best.us:.2f}x over the untuned schedule ({best.us:.1f} us, untuned {default.us:.1f} us)"
+        )
+        if self.old is not None and not self.old.environment.same_machine(self.environment):
+            if again is not None and again.us <= best.us * (1 + TIE):
+                message = (
+                    f"{self.problem.name}: the record made on {self.old.environment.cpu} is kept: its schedule is "
+                    f"still the fastest here ({again.us:.1f} us, untuned {default.us:.1f} us)"
+                )
+                return self._finish(Result(self.problem.name, self.old, message=message), default.us / again.us)
+            replaced = records.Replaced(self.old.decisions, None if again is None else again.us, self.old.environment)
+        record = records.Record(
+            schema=records.SCHEMA,
+            workload=self.problem.name,
+            key=self.problem.key,
+            definition_revision=DEFINITION_REVISION,
+            target=self.problem.target,
+            problem=self.problem.description,
+            flops=self.flops,
+            bytes=self.bytes,
+            decisions=best.decisions,
+            us=best.us,
+            default=default,
+            top=top,
+            roofline_percent=round(100 * self.row.limit_us / best.us, 1),
+            trials=len(self.trials.done),
+            failures=self.trials.failures(),
+            seed=self.options.seed,
+            curve=self.trials.curve(),
+            verification=verification,
+            trace=space.plain_trace(space.scheduled(self.space, best.decisions)),
+            environment=self.environment,
+            replaced=replaced,
+        )
+        path = records.write(self.options.records, record)
+        if best.decisions == default.decisions:
+            message = (
+                f"{self.problem.name}: nothing was gained: after {record.trials} trials the untuned schedule is still "
+                f"the fastest ({default.us:.1f} us)"
+            )
+        else:
+            message = f"{self.problem.name}: {gained}; {path}"
+        if replaced is not None:
+            here = "does not run here" if replaced.us is None else f"{replaced.us:.1f} us here"
+            message += f"; it replaces the record made on {replaced.environment.cpu} ({here})"
+        return self._finish(Result(self.problem.name, record, message=message), default.us / best.us)
+
+    def _finish(self, result: Result, gain: float) -> Result:
+        self._show(f"{gain:.2f}x")
+        self.progress.note(result.message)
+        return result
+
+    def _old_record(self) -> records.Record | None:
+        """The record there is, if it is of these definitions."""
+        path = records.path_of(self.options.records, self.problem.target, self.problem.name)
+        if not path.exists():
+            return None
+        record = records.load(path)
+        if record.key != self.problem.key or record.definition_revision != DEFINITION_REVISION:
+            self.progress.note(f"{path}: is of other definitions and will be replaced")
+            return None
+        return record
+
+
+def _seconds(trial: Trial) -> float | None:
+    return None if trial.us is None else trial.us * 1e-6

@@ -1,0 +1,436 @@
+"""Paged attention on x86 SIMD: how the stages of the definition become loops.
+
+Extend is two register-tiled products per KV chunk, S^T = K Q^T and O = P V: the vector runs over query rows in the first and
+over value columns in the second, the other operand is a broadcast scalar, so nothing is transposed but Q, once per item.
+Decode has too few query rows for that: the first product runs over the head dim with a horizontal sum per (key, row), keys and
+values are converted on the way and never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import DataType, s_tir, tirx
+
+from tilewright.schedules import lowering
+from tilewright.schedules.lowering import PREFETCH, TRIP
+from tilewright.schedules.paged_attention import states
+from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable, paged_attention
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
+from tilewright.schedules.targets import Target
+from tilewright.schedules.workload import Workload
+
+LANES = 8  # f32 lanes of a 256-bit register
+
+
+def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+    """The register-tiled extend kernel (see the module's text)."""
+    n = decisions
+    sch = s_tir.Schedule(paged_attention(workload, shape))
+    items = _parallel_items(sch)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+
+    # acc: chunk, then a register tile of rows x columns that O fills and the monoid folds in.
+    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    row_o, row_i = sch.split(row, [None, n["pv_rows"]])
+    column_o, column_i = sch.split(column, [None, n["pv_vectors"] * LANES])
+    sch.reorder(chunk, *((row_o, column_o) if n["pv_rows_outer"] else (column_o, row_o)), row_i, column_i)
+    tile = column_o if n["pv_rows_outer"] else row_o
+    sch.compute_at(_block(sch, "O"), tile, preserve_unit_loops=True)
+    sch.set_scope(_block(sch, "O"), 0, "local")
+    o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
+    o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
+    sch.reorder(o_key_o, o_key_i, o_row, o_column)
+    for name in ("Vf", "l", "P", "m", "X"):
+        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+    sch.compute_inline(_block(sch, "Vg"))
+
+    # X: a tile of keys (gathered once), register tiles of keys x rows inside.
+    key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
+    key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
+    x_row_o, x_row_i = sch.split(x_row, [None, n["qk_vectors"] * LANES])
+    sch.reorder(key_o, x_row_o, key_m, key_i, x_row_i)
+    sch.compute_at(_block(sch, "S"), key_m, preserve_unit_loops=True)
+    sch.set_scope(_block(sch, "S"), 0, "local")
+    s_key, s_row, dim = sch.get_loops(_block(sch, "S"))[-3:]
+    sch.reorder(dim, s_key, s_row)
+    sch.compute_at(_block(sch, "Kf"), key_o, preserve_unit_loops=True)
+    sch.compute_inline(_block(sch, "Kg"))
+    for name in ("bound_lo", "bound_hi", "Qf"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    sch.compute_inline(_block(sch, "Qg"))
+    width = tirx.const(n["qk_vectors"] * LANES, "int64")
+    sch.transform_layout(
+        _block(sch, "Qf"),
+        ("write", 0),
+        lambda w, h, r, d: (w, h, r // width, d, r % width),
+        assume_injective_transform=True,
+    )
+
+    _vectorize_last(sch, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
+    sch.unroll(key_i)
+    for name, unrolled, lanes in (("S", s_key, s_row), ("O", o_row, o_column)):
+        del name
+        sch.unroll(unrolled)
+        sch.vectorize(lanes)
+    sch.unroll(row_i)
+    sch.vectorize(column_i)
+    # Every stage over the keys of a chunk visits the same tiles: the others hold nothing.
+    tiles = [key_o, o_key_o]
+    p_key = sch.get_loops(_block(sch, "P"))[-3]
+    tiles.append(sch.split(p_key, [None, n["key_tile"]])[0])
+    for name in ("m", "l"):
+        r, t = sch.get_loops(_block(sch, name))[-2:]
+        tile, t = sch.split(t, [None, n["key_tile"]])
+        sch.reorder(tile, t, r)
+        sch.vectorize(r)
+        _decompose(sch, name, tile)
+        tiles.append(tile)
+    _decompose(sch, "S", dim)
+    _decompose(sch, "O", o_key_o)
+    _decompose(sch, "acc", chunk)
+    sch.annotate(chunk, TRIP, "chunks")
+    for tile in tiles:
+        sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
+    return _finish(sch, shape)
+
+
+def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+    """The streaming decode kernel (see the module's text)."""
+    n = decisions
+    sch = s_tir.Schedule(paged_attention(workload, shape))
+    items = _parallel_items(sch)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+
+    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    sch.reorder(chunk, row, column)
+    sch.compute_at(_block(sch, "O"), chunk, preserve_unit_loops=True)
+    o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
+    # A tile of value rows stays in the first-level cache while the register tile walks over its columns.
+    o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
+    o_column_o, o_column = sch.split(o_column, [None, n["pv_vectors"] * LANES])
+    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_column)
+    for name in ("Vf", "Vg"):
+        sch.compute_inline(_block(sch, name))
+    for name in ("l", "P", "m", "X"):
+        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+
+    *_, dim = sch.get_loops(_block(sch, "S"))
+    _, lane = sch.split(dim, [None, LANES])
+    partial = sch.rfactor(lane, 5)
+    key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
+    key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
+    sch.compute_at(_block(sch, "S"), key_m, preserve_unit_loops=True)
+    sch.set_scope(_block(sch, "S"), 0, "local")
+    sch.compute_at(partial, key_m, preserve_unit_loops=True)
+    sch.set_scope(partial, 0, "local")
+    s_lane, _, _, _, s_key, s_row, dim = sch.get_loops(partial)[-7:]
+    sch.reorder(dim, s_key, s_row, s_lane)
+    for name in ("Kf", "Kg"):
+        sch.compute_inline(_block(sch, name))
+    for name in ("bound_lo", "bound_hi", "Qf"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    sch.compute_inline(_block(sch, "Qg"))
+
+    _vectorize_last(sch, "Qf")
+    for loop in (s_key, s_row, o_row, key_i):
+        sch.unroll(loop)
+    for loop in (s_lane, o_column):
+        sch.vectorize(loop)
+    _vectorize_last(sch, "acc")
+    sum_key, sum_row, sum_lane = sch.get_loops(_block(sch, "S"))[-3:]
+    for loop in (sum_key, sum_row, sum_lane):
+        sch.unroll(loop)
+    if int(sch.get(x_row).extent) > 1:
+        sch.vectorize(x_row)
+    tiles = [key_o, o_key_o]
+    p_key, p_row = sch.get_loops(_block(sch, "P"))[-2:]
+    tiles.append(sch.split(p_key, [None, n["key_tile"]])[0])
+    sch.vectorize(p_row)
+    for name in ("m", "l"):
+        r, t = sch.get_loops(_block(sch, name))[-2:]
+        tile, t = sch.split(t, [None, n["key_tile"]])
+        sch.reorder(tile, t, r)
+        sch.vectorize(r)
+        _decompose(sch, name, tile)
+        tiles.append(tile)
+    init = sch.decompose_reduction(partial, dim)
+    del init
+    _decompose(sch, "O", o_key_o)
+    _decompose(sch, "acc", chunk)
+    sch.annotate(chunk, TRIP, "chunks")
+    for tile in tiles:
+        sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
+    sch.annotate(key_m, PREFETCH, n["prefetch"])
+    return _finish(sch, shape)
+
+
+def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+    """Any head dims and group: loops whose innermost dimension is dense, left to LLVM's vectoriser."""
+    sch = s_tir.Schedule(paged_attention(workload, shape))
+    items = _parallel_items(sch)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    sch.reorder(chunk, row, column)
+    for name in ("O", "Vf", "l", "P", "m", "X", "S", "Kf"):
+        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+    for name in ("bound_lo", "bound_hi", "Qf"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    for name in ("Vg", "Kg", "Qg"):
+        sch.compute_inline(_block(sch, name))
+    # Query rows are the vector dimension of the first product, value columns of the second.
+    sch.transform_layout(
+        _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, d, r), assume_injective_transform=True
+    )
+    tile = decisions["key_tile"]
+    for name in ("Kf", "Vf", "S", "X", "m", "P", "l", "O"):
+        loops = sch.get_loops(_block(sch, name))
+        if name == "S":
+            key, r, d = loops[-3:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, d, r)
+            sch.decompose_reduction(_block(sch, name), outer)
+        elif name in ("m", "l"):
+            r, key = loops[-2:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, r)
+            sch.decompose_reduction(_block(sch, name), outer)
+        elif name == "O":
+            r, e, key = loops[-3:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, r, e)
+            sch.decompose_reduction(_block(sch, name), outer)
+        else:
+            outer, _ = sch.split(loops[-2], [None, tile])
+        sch.annotate(outer, TRIP, f"keys:{tile}")
+    sch.decompose_reduction(_block(sch, "acc"), chunk)
+    sch.annotate(chunk, TRIP, "chunks")
+    return _finish(sch, shape)
+
+
+def schedule_merge(workload: Workload) -> tirx.PrimFunc:
+    """Parallel over rows and heads; a row's own number of states."""
+    sch = s_tir.Schedule(states.merge(workload))
+    r, h = sch.get_loops(_block(sch, "store"))
+    fused = sch.fuse(r, h)
+    sch.parallel(fused)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), fused, preserve_unit_loops=True)
+    column, state = sch.get_loops(_block(sch, "acc"))[-2:]
+    sch.reorder(state, column)
+    sch.compute_at(_block(sch, "V"), state, preserve_unit_loops=True)
+    sch.compute_at(_block(sch, "L"), state, preserve_unit_loops=True)
+    sch.decompose_reduction(_block(sch, "acc"), state)
+    sch.annotate(state, TRIP, "states")
+    func = lowering.inline_reducer_bindings(sch.mod["main"])
+    buffers = {p.name: p for p in func.params}
+    heads = buffers["sinks"].shape[0]
+
+    def count(_: str, loops: list[tirx.For]) -> tirx.Expr:
+        return buffers["rows"][tirx.floordiv(loops[0].loop_var, heads), states.COUNT].astype("int64")
+
+    return lowering.trip_counts(func, count)
+
+
+def schedule_write(workload: Workload) -> tirx.PrimFunc:
+    """Parallel over tokens; a token's heads in one go."""
+    sch = s_tir.Schedule(states.write_kv(workload))
+    sch.parallel(sch.get_loops(_block(sch, "store"))[0])
+    return sch.mod["main"]
+
+
+def space(workload: Workload, target: Target) -> Space:
+    """The space of a paged operator for 256-bit vectors (see spaces.get_space)."""
+    del target
+    if workload.operator == "merge":
+        return _fixed(lambda _: schedule_merge(workload), workload.operator, lambda: states.merge(workload))
+    if workload.operator == "write_kv":
+        return _fixed(lambda _: schedule_write(workload), workload.operator, lambda: states.write_kv(workload))
+    decode = workload.operator == "paged_decode"
+    sizes = {"num_kv_heads": 8, "num_items": 8, "num_tokens": 64}
+
+    def shaped(build: Callable[..., tirx.PrimFunc]) -> Callable[[Decisions], tirx.PrimFunc]:
+        return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n))
+
+    def plan(n: Decisions) -> dict[str, int]:
+        return {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": max(256, n["chunk"])}
+
+    if workload.general:
+        choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
+        return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan, sizes)
+    if decode:
+        return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan, sizes)
+    return _space(workload, *_extend_decisions(workload), shaped(schedule_extend), plan, sizes)
+
+
+Choices = dict[str, tuple[int, ...]]
+
+
+def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+    vectors = _divisor_vectors(workload.head_dim_vo)
+    choices = {
+        "block_q": (1,),
+        "chunk": (64, 128, 256, 512),
+        "key_tile": (16, 32, 64),
+        "qk_keys": (1, 2, 4),
+        "pv_vectors": vectors,
+        "prefetch": (0, 8, 16, 32, 64),
+    }
+    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0], "prefetch": 0}
+    rows = workload.group or 1
+
+    def legal(n: Decisions) -> bool:
+        # Accumulators that do not fit the sixteen registers are spilled in the innermost loop.
+        registers = max(n["qk_keys"] * rows, n["pv_vectors"] * rows)
+        return n["chunk"] % n["key_tile"] == 0 and (registers <= 14 or (n["qk_keys"] == 1 and n["pv_vectors"] == 1))
+
+    return choices, default, legal
+
+
+def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+    rows = workload.group or 1
+    # Rows a block: common multiples of the register tiles below.
+    blocks = tuple(m // rows for m in (48, 96, 144, 192) if m % rows == 0)
+    vectors = _divisor_vectors(workload.head_dim_vo)
+    choices = {
+        "block_q": blocks,
+        "chunk": (128, 256, 512),
+        "key_tile": (16, 32, 64),
+        "qk_keys": (2, 4, 8),
+        "qk_vectors": (1, 2, 3),
+        "pv_rows": (2, 3, 4, 6),
+        "pv_vectors": vectors,
+        "pv_rows_outer": (0, 1),
+    }
+    default = {
+        "chunk": 128,
+        "key_tile": 16,
+        "qk_keys": 4,
+        "qk_vectors": 1,
+        "pv_rows": 4,
+        "pv_vectors": vectors[0],
+        "pv_rows_outer": 1,
+    }
+
+    def legal(n: Decisions) -> bool:
+        m = n["block_q"] * rows
+        fits = n["qk_keys"] * n["qk_vectors"] <= 12 and n["pv_rows"] * n["pv_vectors"] <= 12
+        return (
+            fits and m % n["pv_rows"] == 0 and m % (n["qk_vectors"] * LANES) == 0 and n["key_tile"] % n["qk_keys"] == 0
+        )
+
+    return choices, default, legal
+
+
+def _divisor_vectors(columns: int | None) -> tuple[int, ...]:
+    """Vectors a register tile may span along `columns`."""
+    if columns is None or columns % LANES:
+        raise UnsupportedWorkload(
+            f"head dims: got {columns}, vector kernels take multiples of {LANES}; build the general module"
+        )
+    return tuple(v for v in (1, 2, 3, 4) if columns % (v * LANES) == 0)
+
+
+def _space(
+    workload: Workload,
+    choices: Choices,
+    default: dict[str, int],
+    legal: Callable[[Decisions], bool],
+    build: Callable[[Decisions], tirx.PrimFunc],
+    plan: Callable[[Decisions], dict[str, int]],
+    sizes: dict[str, int],
+) -> Space:
+    first = {name: values[0] for name, values in choices.items()} | default
+
+    def representative() -> tirx.PrimFunc:
+        return paged_attention(workload, PagedShape.of(workload, first["block_q"], first["chunk"], **sizes))
+
+    return Space(
+        choices=choices,
+        default=first,
+        legal=legal,
+        module=lambda n: tvm.IRModule({workload.operator: build(n)}),
+        plan=plan,
+        representative=representative,
+    )
+
+
+def _fixed(
+    build: Callable[[Decisions], tirx.PrimFunc], name: str, representative: Callable[[], tirx.PrimFunc]
+) -> Space:
+    return Space({}, {}, lambda _: True, lambda n: tvm.IRModule({name: build(n)}), lambda _: {}, representative)
+
+
+def _block(sch: s_tir.Schedule, name: str) -> Any:
+    return sch.get_sblock(name)
+
+
+def _parallel_items(sch: s_tir.Schedule) -> Any:
+    w, h = sch.get_loops(_block(sch, "store"))
+    fused = sch.fuse(w, h)
+    sch.parallel(fused)
+    return fused
+
+
+def _vectorize_last(sch: s_tir.Schedule, *names: str) -> None:
+    for name in names:
+        last = sch.get_loops(_block(sch, name))[-1]
+        extent = sch.get(last).extent
+        if int(extent) > LANES and int(extent) % LANES == 0:
+            last = sch.split(last, [None, LANES])[1]
+        sch.vectorize(last)
+
+
+def _decompose(sch: s_tir.Schedule, name: str, loop: Any) -> None:
+    init = sch.decompose_reduction(_block(sch, name), loop)
+    last = sch.get_loops(init)[-1]
+    if sch.get(last).kind == tirx.ForKind.SERIAL:
+        sch.vectorize(last)
+
+
+def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
+    """The passes after scheduling: each item's own number of chunks and key tiles; prefetch of the rows to come."""
+    func = lowering.inline_reducer_bindings(sch.mod["main"])
+    buffers = {p.name: p for p in func.params}
+    chunk_keys = tirx.const(shape.chunk, "int64")
+    names = ("items", "req_to_token", "req_pool_indices", "kv_start", "window")
+    table = PageTable(*(buffers[name] for name in names), chunk_keys)
+
+    def item(loops: list[tirx.For]) -> tuple[tirx.Expr, tirx.Expr]:
+        heads = shape.num_kv_heads
+        return tirx.floordiv(loops[0].loop_var, heads), tirx.floormod(loops[0].loop_var, heads)
+
+    def chunk_var(loops: list[tirx.For]) -> tirx.Expr:
+        return next(loop.loop_var for loop in loops if dict(loop.annotations).get(TRIP) == "chunks")
+
+    def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
+        w, _ = item(loops)
+        keys = buffers["items"][w, KV_LEN].astype("int64") - table.skipped_chunks(w) * chunk_keys
+        if kind == "chunks":
+            return tirx.floordiv(tirx.max(keys, 0) + (chunk_keys - 1), chunk_keys)
+        tile = int(kind.split(":")[1])
+        return tirx.floordiv(keys - chunk_var(loops) * chunk_keys + (tile - 1), tirx.const(tile, "int64"))
+
+    def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
+        w, h = item(loops)
+        # The annotated loop walks over register tiles within a tile of keys.
+        tiles = next(loop for loop in reversed(loops) if str(dict(loop.annotations).get(TRIP)).startswith("keys"))
+        tile = int(str(dict(tiles.annotations)[TRIP]).split(":")[1])
+        keys = tile // int(loops[-1].extent)
+        t = tirx.Var("t_prefetch", "int64")
+        here = table.offset(w, chunk_var(loops), tiles.loop_var * tile + loops[-1].loop_var * keys + t)
+        lines = []
+        for name, ahead in (("k_buffer", distance), ("v_buffer", 0)):
+            row = table.slot(w, table.position(w, here + ahead))
+            per_line = lowering.CACHE_LINE // DataType(buffers[name].dtype).itemsize
+            columns = range(0, int(buffers[name].shape[-1]), per_line)
+            lines += [lowering.prefetch_line(buffers[name], [row, h, tirx.const(x, "int64")]) for x in columns]
+        zero = tirx.const(0, "int64")
+        return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
+
+    return lowering.trip_counts(lowering.prefetches(func, hint), count)
