@@ -1,6 +1,7 @@
-"""The built lightning modules against the float64 oracle; case ids (L01 ...) are those of known faults of such kernels."""
+"""The built lightning modules against the float64 oracle; ids such as L01 name known faults of such kernels."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -286,3 +287,12 @@ def test_batch_of_decode_equals_one_by_one(module):
         function(call.q[row], call.k[row], call.v[row], state, call.slots[row], call.slopes, out[row], SCALE)
     assert torch.equal(out, call.out)
     assert torch.equal(state[:128], call.state[:128])
+
+
+def test_products_stay_in_registers():
+    """The inner loops of extend are multiply-adds of whole registers, without a spill; no function is called in them."""
+    text = (build(Workload("lightning_extend", "bf16", None, 128, 128), TARGET).folder / "module.s").read_text()
+    blocks = re.split(r"^\.L\w+:.*$", text, flags=re.MULTILINE)
+    products = [block for block in blocks if block.count("vfmadd231ps") >= 8 and block.count("vbroadcastss") >= 2]
+    tight = [block for block in products if not re.search(r"\(%rsp|\bcall", block) and "%ymm" in block]
+    assert len(tight) >= 3, "raw, inter and update: a loop each"

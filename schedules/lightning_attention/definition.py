@@ -1,14 +1,16 @@
 """Lightning attention: the recurrence S_t = exp(-a) S_(t-1) + k_t^T v_t, out_t = scale q_t S_t, per request and head.
 
-Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space splits,
-moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks nor
-data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so the
-definitions are functional: they read an old state and write a new one. `in_place` makes the two one buffer afterwards.
+Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space
+splits, moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks
+nor data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so
+the definitions are functional: they read an old state and write a new one. `in_place` makes the two one afterwards.
 
 The maths, the reasons for its form and a picture of the layouts are in README.md beside this file.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -18,7 +20,7 @@ from tilewright.schedules.vector_math import LOG2_E, exp2, f32
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
 
-Size = int | tirx.Var
+Size: TypeAlias = "int | tirx.Var"
 
 
 def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
@@ -29,8 +31,8 @@ def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
 def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     """What `weight` lost to rounding: weight + weight_rest is exp(-slope * tokens) to far better than f32.
 
-    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole request
-    where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
+    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole
+    request where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
     """
     x = slope * f32(-1.0) * tirx.Cast("float32", tokens)
     series = f32(1 / 5040)
@@ -55,14 +57,14 @@ def lightning_extend(
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
         Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (i, d),
-        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), q_turn (p, i, d), rest, raw (j, p, i | d), score (j, p, i), inter (i, p, e | d),
-        intra (i, p, e | j), out (i, p, e), update (p, d, e | j), carry (p, d, e).
+        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), q_turn (p, i, d), rest, raw (j, p, i | d),
+        score (j, p, i), inter (i, p, e | d), intra (i, p, e | j), out (i, p, e), update (p, d, e | j),
+        carry (p, d, e).
     """
     io_dtype = TVM_DTYPE[dtype]
     width = dv if columns is None else columns
     groups = 1 if columns is None else tirx.ceildiv(dv, columns)
     panels = tirx.ceildiv(width, panel)
-    key_panels = tirx.ceildiv(dk, panel)
     row_panels = chunk // panel
     chunks = 2**31 // chunk  # bound of the chunk index: positions are int32
     table = 2 * chunk + 8  # weight of t tokens at chunk + t, for t in [-chunk, chunk]; those below 0 are never used
@@ -116,7 +118,7 @@ def lightning_extend(
                         qc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
-                        kd = T.sblock_alloc_buffer((key_panels, chunk, panel), "float32")
+                        kd = T.sblock_alloc_buffer((chunk, dk), "float32")
                         vt = T.sblock_alloc_buffer((panels, chunk, panel), "float32")
                         raw = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
                         score = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
@@ -156,7 +158,7 @@ def lightning_extend(
                         for j, d in T.grid(chunk, dk):
                             with T.sblock("k_decay"):
                                 vj, vd = T.axis.remap("SS", [j, d])
-                                kd[vd // panel, vj, vd % panel] = (
+                                kd[vj, vd] = (
                                     kc[vj, vd]
                                     * decay[
                                         chunk
@@ -224,9 +226,7 @@ def lightning_extend(
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
                                 with T.init():
                                     update[vp, vd, ve] = T.float32(0)
-                                update[vp, vd, ve] = (
-                                    update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
-                                )
+                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vj, vd] * vt[vp, vj, ve]
                         for p, d, e in T.grid(panels, dk, panel):
                             with T.sblock("carry"):
                                 vp, vd, ve = T.axis.remap("SSS", [p, d, e])
@@ -257,8 +257,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for slot -1), out (p, e);
-        inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
+        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for
+        slot -1), out (p, e); inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
     """
     io_dtype = TVM_DTYPE[dtype]
     panels = tirx.ceildiv(dv, panel)
@@ -313,7 +313,7 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                         weights[vz] = T.Select(vz == 0, weight(slopes[vh], 1), weight_rest(slopes[vh], 1))
                 for s in range(T.min(state_indices[vb] + 1, 1)):
                     with T.sblock("step"):
-                        vs = T.axis.opaque(1, s)
+                        T.axis.opaque(1, s)
                         T.reads(
                             state_indices[vb],
                             state[state_indices[vb], vh, 0:dk, 0:dv],
@@ -361,8 +361,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 def in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Make every buffer `x_out` one with the buffer `x`, parameter or workspace, after scheduling.
 
-    Sound because every element of the old state is read for the last time by the block that writes the same element of the
-    new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
+    Sound because every element of the old state is read for the last time by the block that writes the same element
+    of the new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
 
