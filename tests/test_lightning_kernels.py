@@ -290,7 +290,7 @@ def test_batch_of_decode_equals_one_by_one(module):
 
 
 def test_products_stay_in_registers():
-    """The inner loops of extend are multiply-adds of whole registers, without a spill; no function is called in them."""
+    """The inner loops of extend are multiply-adds of whole registers, without a spill and without a call."""
     folder = build(Workload("lightning_extend", "bf16", None, 128, 128), TARGET).folder
     blocks = re.split(r"^\.L\w+:.*$", (folder / "module.s").read_text(), flags=re.MULTILINE)
     loops = [re.split(r"^\tj\w+\t", block, maxsplit=1, flags=re.MULTILINE)[0] for block in blocks]

@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from tilewright.schedules.intrinsics import amx
 from tvm import s_tir, te
 from tvm.s_tir import TensorIntrin
+
+from tilewright.schedules.intrinsics import amx
 
 EMULATED = {"kind": "llvm", "mcpu": "x86-64-v3", "mattr": ["+amx-tile", "+amx-bf16", "+amx-int8"]}
 REAL = {"kind": "llvm", "mcpu": "sapphirerapids", "mattr": ["-prefer-256-bit"]}
