@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
 from tilewright.codegen import records, roofline
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
@@ -170,12 +172,21 @@ class _Search:
     _batch_seconds: list[float] = field(default_factory=list)
 
     def run(self) -> Result:
+        """Search, measure again, verify, record."""
+        folder = self.options.work / self.problem.target / self.problem.name
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / "lock", timeout=0):
+                return self._run(folder)
+        except Timeout:
+            raise TuneError(f"another search works in {folder}; wait for it or give another --work") from None
+
+    def _run(self, folder: Path) -> Result:
         from tilewright.codegen.search import strategy  # imports tvm
 
         problem, options = self.problem, self.options
         started = time.monotonic()
-        self.folder = options.work / problem.target / problem.name
-        self.shared = self.folder / "shared"
+        self.folder, self.shared = folder, folder / "shared"
         self.space = problem.space()
         self.environment = records.current_environment()
         self.old = self._old_record()
