@@ -199,9 +199,13 @@ class _Search:
         self.builder.prepare(problem, self.shared)
         self.builder.settle()
         self.flops, self.bytes = self.runner.work(problem, self.shared)
-        limit = roofline.measure(problem.target).seconds(self.flops, self.bytes)
+        self.limit_us = None
+        try:
+            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
+        except roofline.RooflineError as error:
+            self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
-        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, limit * 1e6
+        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, self.limit_us
         self.row.deadline = self.search_until
         self._show()
 
@@ -419,7 +423,7 @@ class _Search:
             us=best.us,
             default=default,
             top=top,
-            roofline_percent=round(100 * self.row.limit_us / best.us, 1),
+            roofline_percent=None if self.limit_us is None else round(100 * self.limit_us / best.us, 1),
             trials=len(self.trials.done),
             failures=self.trials.failures(),
             seed=self.options.seed,

@@ -404,6 +404,16 @@ def test_a_missing_compiler_is_named(monkeypatch):
         roofline.measure.__wrapped__(TARGET)
 
 
+def test_a_target_whose_peak_is_unknown_is_still_searched(again, workers, monkeypatch):
+    monkeypatch.delitem(roofline.FLAGS, TARGET)
+    roofline.measure.cache_clear()
+    result, text = run(again, ToyProblem(faulty=True), workers, seconds=4.0)
+    assert result.record.roofline_percent is None
+    assert "peak cannot be measured" in text
+    assert "- % of roofline" in text
+    roofline.measure.cache_clear()
+
+
 def test_the_table_of_a_terminal_shows_every_column():
     rows = [Row("toy", 10, state="search", trials=3, failures=1, best_us=50.0, flops=1e6, limit_us=25.0)]
     text = io.StringIO()
