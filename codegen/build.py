@@ -11,6 +11,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -284,8 +285,8 @@ def build(
             f"{workload.name} for {target}: {origin} decisions are not legal in its space: {final}; "
             f"tune again (tilewright tune {workload.name} --target {target}) or delete the record"
         )
-    module = space.module(final)
     try:
+        module = space.module(final)
         executable = compile_module(module, where)
     except Exception as error:  # whatever TVM raises: its errors have no common base
         raise BuildError(f"{workload.name} for {target}: TVM cannot compile decisions {final}: {error}") from error
@@ -385,6 +386,8 @@ def build_all(
             for future in as_completed(futures):
                 try:
                     note(future.result(), futures[future])
+                except BrokenProcessPool:
+                    note(BuildError("not built: a compiler process died (out of memory? --jobs 1)"), futures[future])
                 except (Error, ValueError) as error:
                     note(error, futures[future])
     if failures:

@@ -16,6 +16,7 @@ from tvm.tirx import BufferRegion, IterVar
 
 TRIP = "tilewright.trip"
 PREFETCH = "tilewright.prefetch"
+CACHE_LINE = 64  # bytes
 
 
 def strided_parameters(func: tirx.PrimFunc, parameters: Mapping[str, bool]) -> tirx.PrimFunc:
@@ -101,11 +102,56 @@ def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.S
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
 
 
+def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Ask for the rows that a gather will copy later.
+
+    A loop annotated `sch.annotate(loop, PREFETCH, distance)` copies one row of a parameter an iteration; loops of static
+    extent inside it run along the row. Each iteration then also prefetches the cache lines of the row that lies
+    `distance` iterations ahead, past the loop's end too: the index expression must be valid there. A row chosen by
+    if_then_else is prefetched from where it will come.
+    """
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.For:
+        annotations = {str(key): value for key, value in dict(loop.annotations).items()}
+        distance = annotations.pop(PREFETCH, None)
+        body = mutator.mutate(loop.body)
+        if distance is not None:
+            body = tirx.SeqStmt([_prefetch_row(loop.body, {loop.loop_var: loop.loop_var + int(distance)}), body])
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, annotations)
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
 def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr]) -> tirx.Stmt:
     """Ask for the cache line of one element, into all levels."""
     zero, locality, data = (tirx.const(value, "int32") for value in (0, 3, 1))
     address = tirx.address_of(tirx.BufferLoad(buffer, list(indices)))
     return tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, locality, data))
+
+
+def _prefetch_row(copy: tirx.Stmt, values: dict[Var, tirx.Expr]) -> tirx.Stmt:
+    def substitute(expr: tirx.Expr) -> tirx.Expr:
+        return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
+
+    width = 1
+    while isinstance(copy, tirx.For):
+        width *= int(copy.extent)
+        values[copy.loop_var] = tirx.const(0, "int64")
+        copy = copy.body
+    assert isinstance(copy, SBlockRealize) and isinstance(copy.block.body, tirx.BufferStore), "a loop over one copy"
+    axes = {axis.var: substitute(value) for axis, value in zip(copy.block.iter_vars, copy.iter_values, strict=True)}
+    values.update(axes)
+
+    def prefetch(load: tirx.Expr) -> tirx.Stmt:
+        if not isinstance(load, TensorLoad):  # if_then_else
+            condition, first, second = load.args
+            return tirx.IfThenElse(condition, prefetch(first), prefetch(second))
+        lines = []
+        for column in range(0, width, CACHE_LINE // DataType(load.source.dtype).itemsize):
+            lines.append(prefetch_line(load.source, [*load.indices[:-1], load.indices[-1] + column]))
+        return tirx.SeqStmt(lines)
+
+    return prefetch(substitute(copy.block.body.value))
 
 
 def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -129,7 +175,9 @@ def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
             value = next(bind.value for bind in bindings if bind.var.same_as(store.value))
             for earlier in result:
                 if _reads(value, earlier.buffer):
-                    raise ValueError(f"reducer: the value of {store.buffer.name} reads {earlier.buffer.name}, stored before it")
+                    raise ValueError(
+                        f"reducer: the value of {store.buffer.name} reads {earlier.buffer.name}, stored before it"
+                    )
             result.append(tirx.BufferStore(store.buffer, value, store.indices))
         return tirx.SeqStmt(result)
 
@@ -167,7 +215,8 @@ def append_block(
         body: called with the buffers by name and the axes by name; gives the block's statement, what it reads and writes.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
-    root = func.body.block
+    computed = isinstance(func.body, SBlockRealize)  # else there are parameters only
+    root = func.body.block if computed else SBlock([], [], [], "root", func.body)
     loops = {axis: tirx.Var(f"{name}_{axis}", "int64") for axis in extents}
     axes = {axis: tirx.Var(f"v_{axis}", "int64") for axis in extents}
     stmt, reads, writes = body(buffers, axes)
@@ -188,7 +237,7 @@ def append_block(
         root.reads,
         root.writes,
         root.name_hint,
-        tirx.SeqStmt([root.body, nest]),
+        tirx.SeqStmt([root.body, nest]) if computed else nest,
         root.init,
         [*root.alloc_buffers, *(buffers[n] for n in internal)],
         root.match_buffers,

@@ -33,10 +33,11 @@ class PagedShape:
 
     block_q: int
     chunk: int
+    num_qo_heads: tirx.Expr | int
+    num_kv_heads: tirx.Expr | int
     group: tirx.Expr | int
     head_dim_qk: tirx.Expr | int
     head_dim_vo: tirx.Expr | int
-    num_kv_heads: tirx.Expr | int
     num_items: tirx.Expr | int
     num_tokens: tirx.Expr | int
 
@@ -48,8 +49,15 @@ class PagedShape:
             fixed = getattr(workload, name, None) or sizes.get(name)
             return fixed if fixed is not None else tirx.Var(name, "int64")
 
-        names = ("group", "head_dim_qk", "head_dim_vo", "num_kv_heads", "num_items", "num_tokens")
-        return PagedShape(block_q, chunk, **{name: size(name) for name in names})
+        heads = size("num_kv_heads")
+        if workload.group is None:
+            # Both head counts are bound from the call's tensors; the group follows.
+            qo_heads = size("num_qo_heads")
+            group = tirx.floordiv(qo_heads, heads)
+        else:
+            qo_heads, group = heads * workload.group, workload.group
+        names = ("head_dim_qk", "head_dim_vo", "num_items", "num_tokens")
+        return PagedShape(block_q, chunk, qo_heads, heads, group, *(size(name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,11 @@ class PageTable:
         return self.req_to_token[row, self.kv_start[request].astype("int64") + position].astype("int64")
 
 
-def _i64(value: tirx.Expr | int) -> tirx.Expr:
+def i64(value: tirx.Expr | int) -> tirx.Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
 
 
-def _finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
+def finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
     # -inf - -inf is NaN: rows without a visible key are shifted by 0 instead.
     return tirx.Select(maximum == negative_infinity(), f32(0.0), maximum)
 
@@ -112,7 +120,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     dtype = TVM_DTYPE[workload.dtype]
     # Every extent is int64, constants too: TVM wants one index type a buffer, and addresses are 64-bit.
     G, D, Dv, Hk, W, T, C, M = (
-        _i64(size)
+        i64(size)
         for size in (
             shape.group,
             shape.head_dim_qk,
@@ -124,7 +132,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
             shape.block_q * shape.group,
         )
     )
-    Hq = Hk * G
+    Hq = i64(shape.num_qo_heads)
     slots, rows, columns, requests, new, partials = (
         tirx.Var(name, "int64") for name in ("slots", "table_rows", "table_columns", "requests", "new_rows", "partials")
     )
@@ -168,7 +176,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     Qg = te.compute(
         (W, Hk, M, D),
         lambda w, h, r, d: q[
-            items[w, Q_ROW].astype("int64") + tirx.max(query_token(w, r), _i64(0)), h * G + tirx.floormod(r, G), d
+            items[w, Q_ROW].astype("int64") + tirx.max(query_token(w, r), i64(0)), h * G + tirx.floormod(r, G), d
         ],
         name="Qg",
     )
@@ -187,7 +195,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="bound_hi",
     )
 
-    d = te.reduce_axis((_i64(0), D), "d")
+    d = te.reduce_axis((i64(0), D), "d")
     S = te.compute(
         (W, Hk, chunks, C, M), lambda w, h, c, t, r: te.sum(Kf[w, h, c, t, d] * Qf[w, h, r, d], axis=d), name="S"
     )
@@ -204,11 +212,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         return tirx.Select(visible, score, negative_infinity())
 
     X = te.compute((W, Hk, chunks, C, M), options, name="X")
-    t_m, t_l, t_o = (te.reduce_axis((_i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
+    t_m, t_l, t_o = (te.reduce_axis((i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
     m = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.max(X[w, h, c, t_m, r], axis=t_m), name="m")
     P = te.compute(
         (W, Hk, chunks, C, M),
-        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - _finite_or_zero(m[w, h, c, r])),
+        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - finite_or_zero(m[w, h, c, r])),
         name="P",
     )
     l = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.sum(P[w, h, c, t_l, r], axis=t_l), name="l")
@@ -218,26 +226,28 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="O",
     )
 
-    c_acc = te.reduce_axis((_i64(0), chunks), "c")
+    c_acc = te.reduce_axis((i64(0), chunks), "c")
     acc_m, acc_l, acc_o = te.compute(
         (W, Hk, M, Dv),
         lambda w, h, r, e: softmax_monoid()((m[w, h, c_acc, r], l[w, h, c_acc, r], O[w, h, c_acc, r, e]), axis=c_acc),
         name="acc",
     )
 
-    def normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
+    def row_normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
         sink = tirx.Select(items[w, PART] < 0, sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), negative_infinity())
-        return _normaliser(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)], sink)
+        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], sink)
 
-    F = te.compute((W, Hk, M), normaliser, name="F")
-    lse_row = te.compute((W, Hk, M), lambda w, h, r: _natural_lse(acc_m[w, h, r, _i64(0)], acc_l[w, h, r, _i64(0)]), name="lse_row")
+    F = te.compute((W, Hk, M), row_normaliser, name="F")
+    lse_row = te.compute(
+        (W, Hk, M), lambda w, h, r: natural_lse(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)]), name="lse_row"
+    )
 
     inputs = [q, k_buffer, v_buffer, *((k_new, v_new) if extend else ()), req_to_token, req_pool_indices, kv_start]
     inputs += [items, sinks, out, lse, part_o, part_lse]
-    func = te.create_prim_func(
-        [*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row]
+    func = te.create_prim_func([*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row])
+    func = lowering.append_block(
+        func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype)
     )
-    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype))
     dense = {"q", "k_buffer", "v_buffer", "k_new", "v_new", "out"}
     free = {"req_to_token", "req_pool_indices", "kv_start", "lse"}
     present = {p.name for p in func.params if tirx.is_buffer_var(p)}
@@ -252,7 +262,7 @@ def softmax_monoid() -> tirx.CommReducer:
 
     def combine(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
         maximum = tirx.Select(x[0] > y[0], x[0], y[0])
-        shift = _finite_or_zero(maximum)
+        shift = finite_or_zero(maximum)
         # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
         total, values = (x[i] * exp2(x[0] - shift) + y[i] * exp2(y[0] - shift) for i in (1, 2))
         return maximum, total, values
@@ -263,14 +273,14 @@ def softmax_monoid() -> tirx.CommReducer:
     return te.comm_reducer(combine, identity, name="softmax")
 
 
-def _normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
+def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
     """1 / (sum + 2**(sink - max)), written so that no exponent is positive; 0 for an empty row."""
-    shift = _finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
+    shift = finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
     denominator = total * exp2(maximum - shift) + exp2(sink - shift)
     return tirx.Select(total == f32(0.0), f32(0.0), exp2(maximum - shift) / denominator)
 
 
-def _natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
     return tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
 
 
@@ -288,22 +298,25 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
         def rows(o: Var, log: Var, first_row: tirx.Expr, cast: str) -> tirx.Stmt:
             e = tirx.Var("e", "int64")
             value = buffers["acc.v2"][w, h, r, e] * buffers["F"][w, h, r]
-            values = _loop(e, Dv, tirx.BufferStore(o, value.astype(cast), [first_row + i, head, e]))
+            values = loop(e, Dv, tirx.BufferStore(o, value.astype(cast), [first_row + i, head, e]))
             return tirx.SeqStmt([tirx.BufferStore(log, buffers["lse_row"][w, h, r], [first_row + i, head]), values])
 
         whole = rows(buffers["out"], buffers["lse"], item(Q_ROW), dtype)
         partial = rows(buffers["part_o"], buffers["part_lse"], item(PART), "float32")
         stmt = tirx.IfThenElse(items[w, PART] < 0, whole, partial)
-        stmt = _loop(i, item(Q_LEN), _loop(g, G, stmt))
+        stmt = loop(i, item(Q_LEN), loop(g, G, stmt))
         per_item = [(w, 1), (h, 1), (0, M)]
         reads = [
-            _region(buffers["acc.v2"], [*per_item, (0, Dv)]),
-            _region(buffers["F"], per_item),
-            _region(buffers["lse_row"], per_item),
-            _region(items, [(w, 1), (0, ITEM_COLUMNS)]),
+            region(buffers["acc.v2"], [*per_item, (0, Dv)]),
+            region(buffers["F"], per_item),
+            region(buffers["lse_row"], per_item),
+            region(items, [(w, 1), (0, ITEM_COLUMNS)]),
         ]
         writes = [
-            _region(buffers[name], [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])])
+            region(
+                buffers[name],
+                [(0, buffers[name].shape[0]), (h * G, G), *([(0, Dv)] if name in ("out", "part_o") else [])],
+            )
             for name in ("out", "lse", "part_o", "part_lse")
         ]
         return stmt, reads, writes
@@ -311,9 +324,9 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
     return body
 
 
-def _loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
-    return tirx.For(var, tirx.const(0, "int64"), _i64(extent), tirx.ForKind.SERIAL, body)
+def loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
+    return tirx.For(var, tirx.const(0, "int64"), i64(extent), tirx.ForKind.SERIAL, body)
 
 
-def _region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
-    return tirx.BufferRegion(buffer, [Range.from_min_extent(_i64(begin), _i64(extent)) for begin, extent in bounds])
+def region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
+    return tirx.BufferRegion(buffer, [Range.from_min_extent(i64(begin), i64(extent)) for begin, extent in bounds])

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import msgspec
@@ -174,6 +176,22 @@ def test_worker_processes_report_what_has_no_space(tmp_path):
     with pytest.raises(BuildError, match="lightning_decode-bf16-d3v5") as caught:
         build.build_all(missing, "x86-amx", tmp_path, jobs=2)
     assert "lightning_decode-f32-d3v5" in str(caught.value)
+
+
+def test_a_compiler_process_that_dies_is_told_for_what_it_left_undone(toy_spaces, tmp_path, monkeypatch):
+    class Dying(ThreadPoolExecutor):
+        def __init__(self, jobs, mp_context):
+            super().__init__(jobs)
+
+        def submit(self, function, *arguments, **options):
+            return super().submit(self.die)
+
+        def die(self):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Dying)
+    with pytest.raises(BuildError, match="2 of 2 workloads .*failed:\n.*a compiler process died"):
+        build.build_all([TOY, toys.PARALLEL], TARGET, tmp_path)
 
 
 def test_get_space_names_workload_and_target():

@@ -8,17 +8,21 @@ values are converted on the way and never copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import tvm
 from tvm import DataType, s_tir, tirx
 
 from tilewright.schedules import lowering
 from tilewright.schedules.lowering import PREFETCH, TRIP
+from tilewright.schedules.paged_attention import states
 from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable, paged_attention
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
+from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 LANES = 8  # f32 lanes of a 256-bit register
-CACHE_LINE = 64
 
 
 def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
@@ -60,7 +64,10 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.compute_inline(_block(sch, "Qg"))
     width = tirx.const(n["qk_vectors"] * LANES, "int64")
     sch.transform_layout(
-        _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, r // width, d, r % width), assume_injective_transform=True
+        _block(sch, "Qf"),
+        ("write", 0),
+        lambda w, h, r, d: (w, h, r // width, d, r % width),
+        assume_injective_transform=True,
     )
 
     _vectorize_last(sch, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
@@ -162,6 +169,203 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     return _finish(sch, shape)
 
 
+def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+    """Any head dims and group: loops whose innermost dimension is dense, left to LLVM's vectoriser."""
+    sch = s_tir.Schedule(paged_attention(workload, shape))
+    items = _parallel_items(sch)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    sch.reorder(chunk, row, column)
+    for name in ("O", "Vf", "l", "P", "m", "X", "S", "Kf"):
+        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+    for name in ("bound_lo", "bound_hi", "Qf"):
+        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+    for name in ("Vg", "Kg", "Qg"):
+        sch.compute_inline(_block(sch, name))
+    # Query rows are the vector dimension of the first product, value columns of the second.
+    sch.transform_layout(
+        _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, d, r), assume_injective_transform=True
+    )
+    tile = decisions["key_tile"]
+    for name in ("Kf", "Vf", "S", "X", "m", "P", "l", "O"):
+        loops = sch.get_loops(_block(sch, name))
+        if name == "S":
+            key, r, d = loops[-3:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, d, r)
+            sch.decompose_reduction(_block(sch, name), outer)
+        elif name in ("m", "l"):
+            r, key = loops[-2:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, r)
+            sch.decompose_reduction(_block(sch, name), outer)
+        elif name == "O":
+            r, e, key = loops[-3:]
+            outer, key = sch.split(key, [None, tile])
+            sch.reorder(outer, key, r, e)
+            sch.decompose_reduction(_block(sch, name), outer)
+        else:
+            outer, _ = sch.split(loops[-2], [None, tile])
+        sch.annotate(outer, TRIP, f"keys:{tile}")
+    sch.decompose_reduction(_block(sch, "acc"), chunk)
+    sch.annotate(chunk, TRIP, "chunks")
+    return _finish(sch, shape)
+
+
+def schedule_merge(workload: Workload) -> tirx.PrimFunc:
+    """Parallel over rows and heads; a row's own number of states."""
+    sch = s_tir.Schedule(states.merge(workload))
+    r, h = sch.get_loops(_block(sch, "store"))
+    fused = sch.fuse(r, h)
+    sch.parallel(fused)
+    for name in ("lse_row", "F", "acc"):
+        sch.compute_at(_block(sch, name), fused, preserve_unit_loops=True)
+    column, state = sch.get_loops(_block(sch, "acc"))[-2:]
+    sch.reorder(state, column)
+    sch.compute_at(_block(sch, "V"), state, preserve_unit_loops=True)
+    sch.compute_at(_block(sch, "L"), state, preserve_unit_loops=True)
+    sch.decompose_reduction(_block(sch, "acc"), state)
+    sch.annotate(state, TRIP, "states")
+    func = lowering.inline_reducer_bindings(sch.mod["main"])
+    buffers = {p.name: p for p in func.params}
+    heads = buffers["sinks"].shape[0]
+
+    def count(_: str, loops: list[tirx.For]) -> tirx.Expr:
+        return buffers["rows"][tirx.floordiv(loops[0].loop_var, heads), states.COUNT].astype("int64")
+
+    return lowering.trip_counts(func, count)
+
+
+def schedule_write(workload: Workload) -> tirx.PrimFunc:
+    """Parallel over tokens; a token's heads in one go."""
+    sch = s_tir.Schedule(states.write_kv(workload))
+    sch.parallel(sch.get_loops(_block(sch, "store"))[0])
+    return sch.mod["main"]
+
+
+def space(workload: Workload, target: Target) -> Space:
+    """The space of a paged operator for 256-bit vectors (see spaces.get_space)."""
+    del target
+    if workload.operator == "merge":
+        return _fixed(lambda _: schedule_merge(workload), workload.operator, lambda: states.merge(workload))
+    if workload.operator == "write_kv":
+        return _fixed(lambda _: schedule_write(workload), workload.operator, lambda: states.write_kv(workload))
+    decode = workload.operator == "paged_decode"
+    sizes = {"num_kv_heads": 8, "num_items": 8, "num_tokens": 64}
+
+    def shaped(build: Callable[..., tirx.PrimFunc]) -> Callable[[Decisions], tirx.PrimFunc]:
+        return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n))
+
+    def plan(n: Decisions) -> dict[str, int]:
+        return {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": max(256, n["chunk"])}
+
+    if workload.general:
+        choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
+        return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan, sizes)
+    if decode:
+        return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan, sizes)
+    return _space(workload, *_extend_decisions(workload), shaped(schedule_extend), plan, sizes)
+
+
+Choices = dict[str, tuple[int, ...]]
+
+
+def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+    vectors = _divisor_vectors(workload.head_dim_vo)
+    choices = {
+        "block_q": (1,),
+        "chunk": (64, 128, 256, 512),
+        "key_tile": (16, 32, 64),
+        "qk_keys": (1, 2, 4),
+        "pv_vectors": vectors,
+        "prefetch": (0, 8, 16, 32, 64),
+    }
+    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0], "prefetch": 0}
+    rows = workload.group or 1
+
+    def legal(n: Decisions) -> bool:
+        # Accumulators that do not fit the sixteen registers are spilled in the innermost loop.
+        registers = max(n["qk_keys"] * rows, n["pv_vectors"] * rows)
+        return n["chunk"] % n["key_tile"] == 0 and (registers <= 14 or (n["qk_keys"] == 1 and n["pv_vectors"] == 1))
+
+    return choices, default, legal
+
+
+def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+    rows = workload.group or 1
+    # Rows a block: common multiples of the register tiles below.
+    blocks = tuple(m // rows for m in (48, 96, 144, 192) if m % rows == 0)
+    vectors = _divisor_vectors(workload.head_dim_vo)
+    choices = {
+        "block_q": blocks,
+        "chunk": (128, 256, 512),
+        "key_tile": (16, 32, 64),
+        "qk_keys": (2, 4, 8),
+        "qk_vectors": (1, 2, 3),
+        "pv_rows": (2, 3, 4, 6),
+        "pv_vectors": vectors,
+        "pv_rows_outer": (0, 1),
+    }
+    default = {
+        "chunk": 128,
+        "key_tile": 16,
+        "qk_keys": 4,
+        "qk_vectors": 1,
+        "pv_rows": 4,
+        "pv_vectors": vectors[0],
+        "pv_rows_outer": 1,
+    }
+
+    def legal(n: Decisions) -> bool:
+        m = n["block_q"] * rows
+        fits = n["qk_keys"] * n["qk_vectors"] <= 12 and n["pv_rows"] * n["pv_vectors"] <= 12
+        return (
+            fits and m % n["pv_rows"] == 0 and m % (n["qk_vectors"] * LANES) == 0 and n["key_tile"] % n["qk_keys"] == 0
+        )
+
+    return choices, default, legal
+
+
+def _divisor_vectors(columns: int | None) -> tuple[int, ...]:
+    """Vectors a register tile may span along `columns`."""
+    if columns is None or columns % LANES:
+        raise UnsupportedWorkload(
+            f"head dims: got {columns}, vector kernels take multiples of {LANES}; build the general module"
+        )
+    return tuple(v for v in (1, 2, 3, 4) if columns % (v * LANES) == 0)
+
+
+def _space(
+    workload: Workload,
+    choices: Choices,
+    default: dict[str, int],
+    legal: Callable[[Decisions], bool],
+    build: Callable[[Decisions], tirx.PrimFunc],
+    plan: Callable[[Decisions], dict[str, int]],
+    sizes: dict[str, int],
+) -> Space:
+    first = {name: values[0] for name, values in choices.items()} | default
+
+    def representative() -> tirx.PrimFunc:
+        return paged_attention(workload, PagedShape.of(workload, first["block_q"], first["chunk"], **sizes))
+
+    return Space(
+        choices=choices,
+        default=first,
+        legal=legal,
+        module=lambda n: tvm.IRModule({workload.operator: build(n)}),
+        plan=plan,
+        representative=representative,
+    )
+
+
+def _fixed(
+    build: Callable[[Decisions], tirx.PrimFunc], name: str, representative: Callable[[], tirx.PrimFunc]
+) -> Space:
+    return Space({}, {}, lambda _: True, lambda n: tvm.IRModule({name: build(n)}), lambda _: {}, representative)
+
+
 def _block(sch: s_tir.Schedule, name: str) -> Any:
     return sch.get_sblock(name)
 
@@ -223,7 +427,7 @@ def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
         lines = []
         for name, ahead in (("k_buffer", distance), ("v_buffer", 0)):
             row = table.slot(w, table.position(w, here + ahead))
-            per_line = CACHE_LINE // DataType(buffers[name].dtype).itemsize
+            per_line = lowering.CACHE_LINE // DataType(buffers[name].dtype).itemsize
             columns = range(0, int(buffers[name].shape[-1]), per_line)
             lines += [lowering.prefetch_line(buffers[name], [row, h, tirx.const(x, "int64")]) for x in columns]
         zero = tirx.const(0, "int64")

@@ -1,0 +1,142 @@
+"""Checks of what callers pass. Always: shape, dtype, device (no tensor is read). In checked mode: index values too.
+
+The plain checks run in every call, so they compare first and build a message only when something is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.runtime.planner import OFF
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
+FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
+_FP8_LATER = "fp8 KV caches are not served yet; their home is a kv dtype of the workload (schedules/workload.py)"
+
+
+def dtype_name(q: Tensor) -> str:
+    """The workload's dtype of q.
+
+    Raises:
+        TypeError: no kernel takes it.
+    """
+    name = DTYPES.get(q.dtype) if isinstance(q, Tensor) else None
+    if name is None:
+        if not isinstance(q, Tensor):
+            raise TypeError(f"q: got {type(q).__name__}, expected a torch.Tensor")
+        raise TypeError(f"q: got {q.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
+    return name
+
+
+def sizes(name: str, tensor: Tensor, rank: int) -> torch.Size:
+    """The shape of a tensor of the given rank.
+
+    Raises:
+        TypeError: not a tensor. ValueError: another rank.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    shape = tensor.shape
+    if len(shape) != rank:
+        raise ValueError(f"{name}: got shape {list(shape)}, expected {rank} dimensions")
+    return shape
+
+
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Shape, dtype and device of a tensor.
+
+    Raises:
+        TypeError: not a tensor, or another dtype. NotImplementedError: fp8.
+        ValueError: another shape or device.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.dtype is not dtype:
+        if tensor.dtype in FP8:
+            raise NotImplementedError(f"{name}: got {tensor.dtype}; {_FP8_LATER}")
+        raise TypeError(f"{name}: got {tensor.dtype}, expected {dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
+
+
+def expect_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """As `expect`, for int32 or int64."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32:
+        raise TypeError(f"{name}: got {tensor.dtype}, expected torch.int32 or torch.int64")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """An input as the kernels read it: any strides, last dimension dense; a copy only where it is not."""
+    return tensor if tensor.is_contiguous() or tensor.stride()[-1] == 1 else tensor.contiguous()
+
+
+def expect_writable(name: str, tensor: Tensor) -> None:
+    """A tensor that a kernel writes must be addressable as it is: a copy would not reach the caller."""
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name}: got strides {list(tensor.stride())}, expected a dense last dimension (it is written in place)"
+        )
+
+
+def inference_only(name: str, tensor: Tensor) -> Tensor:
+    """A tensor without its gradient.
+
+    Raises:
+        ValueError: a gradient would be lost.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    if torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires a gradient, and there is no backward pass: call under torch.no_grad()")
+    return tensor.detach()
+
+
+def narrow(index: Tensor) -> Tensor:
+    """An int32 or int64 tensor as int32 without a copy: the low words (little-endian; all values fit)."""
+    if index.dtype is torch.int32:
+        return index
+    # unsqueeze gives a last dimension of stride 1, which view(dtype) asks for, whatever the strides are.
+    return index.unsqueeze(-1).view(torch.int32).select(-1, 0)
+
+
+def kernel_window(window: int) -> int:
+    """The kernels' window of a public one (0 = off).
+
+    Raises:
+        ValueError: negative.
+    """
+    if window < 0:
+        raise ValueError(f"window: got {window}, expected >= 0 (visible keys including the query's own; 0 = off)")
+    return min(window, OFF) or OFF
+
+
+def refuse_later_options(*, tree_mask: Any = None, k_scale: Any = None, v_scale: Any = None) -> None:
+    """Options that are part of the interface and not served yet.
+
+    Raises:
+        NotImplementedError: naming the argument and where it will live.
+    """
+    if tree_mask is not None:
+        raise NotImplementedError(
+            "tree_mask: not served yet; it will be an operand of paged_extend for speculative verification"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not (isinstance(scale, (int, float)) and scale == 1):
+            raise NotImplementedError(f"{name}: got {scale!r}; {_FP8_LATER}")
+
+
+def expect_page_size(page_size: int) -> None:
+    """page_size is a promise about req_to_token; its value must make sense."""
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size: got {page_size!r}, expected an integer >= 1")

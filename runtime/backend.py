@@ -1,0 +1,298 @@
+"""SGLang's attention-backend interface over paged attention: `AttentionBackend` and `PagedAttentionBackend`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.runtime.forward_batch import ForwardMode, served_mode
+from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
+from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+
+
+class AttentionBackend:
+    """What every backend inherits: upstream's attributes with its defaults, and the dispatch by forward mode.
+
+    A subclass fills `forward_metadata` in `init_forward_metadata_out_graph` (host code allowed, once per forward,
+    before layer 0) and implements `forward_decode` and `forward_extend`.
+    """
+
+    prefill_attention_backend_str: str | None = None
+    decode_attention_backend_str: str | None = None
+    needs_cpu_seq_lens = True
+    forward_metadata: Any = None
+    attn_backend_list: list[AttentionBackend] | None = None
+    data_type: torch.dtype | None = None
+    kv_cache_dtype: torch.dtype | None = None
+    kv_index_translator: Any = None
+    supports_ragged_verify_graph = False
+    use_captured_forward_metadata_for_breakable_cuda_graph = False
+    supports_full_cuda_graph_chunked_prefix = False
+    extend_dummy_seqs_capped_by_req_pool = False
+    prefill_cuda_graph_max_batch_size: int | None = None
+    prefer_eager_mixed_prefill_under_dp_attention = False
+    skips_prefill_metadata_on_idle_dp_rank = False
+    supports_prefill_cuda_graph_max_context_size = False
+    folds_encoder_swa_replay = False
+    dllm_attention: Any = None
+    verify_mask: Any = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare one forward pass."""
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """The part that may run host code."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """The part that is recorded in a graph."""
+
+    def support_triton(self) -> bool:
+        """Whether write helpers may use Triton kernels beside this backend."""
+        return False
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        """None: sparse indexers are not served."""
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run one layer by the batch's mode.
+
+        Returns:
+            [T, Hq * Dv] in q's dtype; uninitialised where the mode is IDLE.
+
+        Raises:
+            NotImplementedError: a mode that is not served; the message names it.
+        """
+        mode = served_mode(forward_batch.forward_mode)
+        if mode.is_idle():
+            return q.new_empty((q.shape[0], layer.tp_q_head_num * layer.v_head_dim))
+        run = self.forward_decode if mode.is_decode() else self.forward_extend
+        return run(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run a layer for one new token per request."""
+        raise NotImplementedError(f"{type(self).__name__}.forward_decode")
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run a layer for any number of new tokens per request."""
+        raise NotImplementedError(f"{type(self).__name__}.forward_extend")
+
+
+@dataclass
+class PagedMetadata:
+    """One forward pass: the lengths on the host, and the plans that its layers share (made by the first that asks)."""
+
+    mode: ForwardMode
+    kv_lens: np.ndarray
+    q_lens: np.ndarray | None = None
+    q_starts: np.ndarray | None = None
+    encoder_lens: np.ndarray | None = None
+    plans: dict[tuple, Plan] = field(default_factory=dict)
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """Paged softmax attention behind the upstream interface, on every target.
+
+    Serves IDLE, DECODE, EXTEND and MIXED; sliding windows, soft-cap, sinks, cross attention, encoder-only layers,
+    layers that share another layer's KV (k = v = None). Follows the upstream CPU backend, with its faults mended: the
+    cap applies in extend too, empty rows are zeros, windows are exact, save_kv_cache=False is honoured in decode.
+    """
+
+    def __init__(self, model_runner: Any, *, batch_invariant: bool = False) -> None:
+        """Take the pools of a model runner.
+
+        Args:
+            model_runner: with device, req_to_token_pool (.req_to_token) and token_to_kv_pool (.get_key_buffer,
+                .get_value_buffer by layer_id).
+            batch_invariant: a request's results are bitwise the same in any batch.
+
+        Raises:
+            NotImplementedError: a pool with separate sliding-window slots.
+        """
+        self.device = model_runner.device
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.page_size = getattr(self.token_to_kv_pool, "page_size", 1)
+        self.batch_invariant = batch_invariant
+        self.forward_metadata: PagedMetadata | None = None
+        if hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa"):
+            raise NotImplementedError("token_to_kv_pool: a pool with separate sliding-window slots is not served yet")
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Read the lengths of the batch, once for all layers."""
+        mode = served_mode(forward_batch.forward_mode)
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        seq_lens_cpu = getattr(forward_batch, "seq_lens_cpu", None)
+        kv_lens = host_lengths("seq_lens", forward_batch.seq_lens if seq_lens_cpu is None else seq_lens_cpu)
+        metadata = PagedMetadata(mode, kv_lens)
+        if not mode.is_decode():
+            metadata.q_lens = host_lengths("extend_seq_lens", forward_batch.extend_seq_lens, len(kv_lens))
+            start = getattr(forward_batch, "extend_start_loc", None)
+            if start is not None:
+                metadata.q_starts = host_lengths("extend_start_loc", start, len(kv_lens))
+        encoder_lens = getattr(forward_batch, "encoder_lens", None)
+        if encoder_lens is not None:
+            metadata.encoder_lens = host_lengths("encoder_lens", encoder_lens, len(kv_lens))
+        self.forward_metadata = metadata
+
+    def _plan(self, layer: Any, *, cross: bool, causal: bool, window: int) -> Plan:
+        metadata = self.forward_metadata
+        if metadata is None:
+            raise RuntimeError("forward_metadata: call init_forward_metadata(forward_batch) before the first layer")
+        decode = metadata.mode.is_decode()
+        sizes = {
+            "num_qo_heads": layer.tp_q_head_num,
+            "num_kv_heads": layer.tp_k_head_num,
+            "head_dim_qk": layer.qk_head_dim,
+            "head_dim_vo": layer.v_head_dim,
+        }
+        # In decode the window is the call's: layers with and without one share a plan.
+        key = (*sizes.values(), cross) if decode else (*sizes.values(), cross, causal, window)
+        plan = metadata.plans.get(key)
+        if plan is None:
+            lens = metadata.encoder_lens if cross else metadata.kv_lens
+            common = {"device": self.device, "batch_invariant": self.batch_invariant, **sizes}
+            if decode:
+                plan = plan_decode(lens, **common)
+            else:
+                plan = plan_extend(lens, metadata.q_lens, metadata.q_starts, causal=causal, window=window, **common)
+            metadata.plans[key] = plan
+        return plan
+
+    def _run(
+        self,
+        decode: bool,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if (k is None) != (v is None):
+            raise ValueError("k, v: got one of the two, expected both or neither")
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        v_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        cross = layer.is_cross_attention
+        encoder_lens = getattr(forward_batch, "encoder_lens", None)
+        if cross and encoder_lens is None:
+            raise ValueError("encoder_lens: got None, expected the encoder's lengths (a cross-attention layer)")
+        if k is not None and v is not None:
+            k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
+            if save_kv_cache:
+                loc = forward_batch.encoder_out_cache_loc if cross else forward_batch.out_cache_loc
+                write_kv(k, v, k_buffer, v_buffer, loc)
+        causal = not cross and str(getattr(layer.attn_type, "value", layer.attn_type)) != "encoder_only"
+        window = layer.sliding_window_size + 1
+        common: dict[str, Any] = {
+            "sm_scale": layer.scaling,
+            "logit_cap": layer.logit_cap,
+            "window": 0 if cross else max(window, 0),
+            "sinks": sinks,
+            "kv_start": None if cross else encoder_lens,
+            "kv_lens": encoder_lens if cross else None,
+            "page_size": self.page_size if encoder_lens is None else 1,
+            "batch_invariant": self.batch_invariant,
+        }
+        plan = self._plan(layer, cross=cross, causal=causal, window=common["window"])
+        paging = (self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        if decode:
+            out = decode_attention(q, k_buffer, v_buffer, *paging, plan=plan, **common)
+        else:
+            if cross:
+                k = v = None  # written above; queries see the encoder's keys only
+            start = getattr(forward_batch, "extend_start_loc", None)
+            out = extend_attention(
+                q, k, v, k_buffer, v_buffer, *paging, forward_batch.extend_seq_lens, start, causal=causal, plan=plan,
+                **common,
+            )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        sinks: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write the new keys (where save_kv_cache and given), then attend one token per request.
+
+        Args:
+            q: [B, Hq * D] or [B, Hq, D].
+            k: [B, Hk * D] or [B, Hk, D], or None with v: the keys are in the pool.
+            v: [B, Hk * Dv] or [B, Hk, Dv].
+            layer: see `AttentionLayer`.
+            forward_batch: see `ForwardBatch`.
+            save_kv_cache: whether to write k and v; what is not written is not seen.
+            sinks: [Hq].
+            kwargs: accepted and unused, as upstream passes some to every backend.
+
+        Returns:
+            [B, Hq * Dv].
+        """
+        return self._run(True, q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        sinks: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write the new keys (where save_kv_cache and given), then attend new tokens to prefix and one another.
+
+        Arguments as in `forward_decode`, with T rows. New keys are read from k and v themselves, written or not.
+
+        Returns:
+            [T, Hq * Dv].
+        """
+        return self._run(False, q, k, v, layer, forward_batch, save_kv_cache, sinks)

@@ -1,0 +1,54 @@
+"""Which module serves a call: the specialised one of its sizes, else the general one, which says so once."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from tilewright.runtime import env, store
+from tilewright.runtime.errors import MissingModuleError
+from tilewright.runtime.planner import Tiling
+from tilewright.schedules.workload import Workload
+
+_log = logging.getLogger("tilewright")
+
+
+class Kernel:
+    """A loaded module as the calls use it.
+
+    Attributes:
+        run: the function (docs/kernel-abi.md). tiling: the planner's parameters, None where the operator has none.
+    """
+
+    __slots__ = ("run", "tiling")
+
+    def __init__(self, module: store.Module) -> None:
+        self.run = module.function
+        plan = module.plan
+        self.tiling = Tiling(plan["block_q"], plan["chunk"], plan["min_split"]) if plan else None
+
+
+@cache
+def kernel(
+    operator: str, dtype: str, group: int | None = None, head_dim_qk: int | None = None, head_dim_vo: int | None = None
+) -> Kernel:
+    """The kernel for these sizes; remembered for the life of the process.
+
+    Raises:
+        MissingModuleError: neither a specialised nor a general module is there, or only the general one and
+            TILEWRIGHT_STRICT=1.
+    """
+    workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo)
+    try:
+        return Kernel(store.load(workload))
+    except MissingModuleError:
+        if head_dim_qk is None or env.STRICT.get():
+            raise
+        module = store.load(Workload(operator, dtype))
+    _log.warning(
+        "%s has no module of its own: the general one serves it, correct but not tuned; build it with: "
+        "tilewright build %s",
+        workload.name,
+        workload.name,
+    )
+    return Kernel(module)

@@ -1,0 +1,215 @@
+"""Turn the lengths of a batch into the work items of the attention kernels: numpy only, no loop over requests.
+
+An item is one block of query tokens of one request over one range of keys (docs/kernel-abi.md has the columns). The
+kernels run `items x KV heads` independent units, handed out in the order of the list; this file decides the ranges so
+that every thread is busy: a range is trimmed to what its rows can see, and split only where whole ranges would leave
+threads waiting. What was split is put together by `rows`, the list of the merge kernel.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+OFF = 2**30
+"""The kernels' value of `window` and `lookahead` for "no bound"."""
+
+# Columns of an item, in the kernels' order; the last of the ten is reserved.
+REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART = range(9)
+ITEM_COLUMNS = 10
+MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial rows
+
+# Split positions of the batch-invariant mode: multiples of so many keys (rounded up to whole blocks and chunks). Long
+# enough that merging is noise, short enough that one long context still feeds many threads.
+INVARIANT_SPLIT = 2048
+# A unit this many times smaller than a thread's share can be left to the end of the list without showing.
+FINE = 8
+# Work lists whose longest thread has at most this multiple of the mean are good enough not to be split further.
+BALANCED = 1.1
+
+Ints = NDArray[np.int64]
+
+
+class Tiling(NamedTuple):
+    """What the planner must know of a module (its manifest's `plan`)."""
+
+    block_q: int
+    chunk: int
+    min_split: int
+
+
+class Lengths(NamedTuple):
+    """A batch on the host, int64 [B] each.
+
+    kv_lens: keys of the request, the new tokens' own included. q_lens: new (query) tokens. q_starts: row of the first.
+    Query token i of request b stands at position kv_lens[b] - q_lens[b] + i, which may be negative.
+    """
+
+    kv_lens: Ints
+    q_lens: Ints
+    q_starts: Ints
+
+
+class WorkList(NamedTuple):
+    """items int32 [W, 10], costliest first; rows int32 [R, 4]; partials: rows of the partial workspace in use."""
+
+    items: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    partials: int
+
+
+def _offsets(counts: Ints) -> Ints:
+    """Exclusive prefix sum."""
+    return np.cumsum(counts) - counts
+
+
+def _expand(counts: Ints) -> tuple[Ints, Ints]:
+    """(owner, index within owner) of every element when owner i has counts[i] elements."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - _offsets(counts)[owner]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _longest_thread(unit_costs: Ints, units: int, threads: int, mean: float) -> float:
+    """Load of the busiest thread when every cost, `units` times over, goes out longest first.
+
+    Only units above mean / FINE are dealt (fewer than FINE * threads exist); the rest fills what they leave.
+    """
+    large = np.sort(unit_costs[unit_costs > mean / FINE])[::-1]
+    loads = [0] * threads
+    for cost in np.repeat(large, units).tolist():
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(*loads, mean)
+
+
+def _pieces(lengths: Ints, size: Ints, min_split: int) -> Ints:
+    """Number of pieces of `size` keys, none below min_split: a shorter rest goes to the piece before it."""
+    counts = np.maximum(-(-lengths // size), 1)
+    short = (counts > 1) & (lengths - (counts - 1) * size < min_split)
+    return counts - short
+
+
+def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, threads: int) -> tuple[Ints, Ints]:
+    """(piece size in keys, number of pieces) of every query block, so that the threads end together.
+
+    Tries whole blocks first, then pieces of at most a share of a thread's work that shrinks until the estimate is
+    balanced; the coarsest good answer wins, for every split costs a partial state and a merge.
+    """
+    whole = np.maximum(lengths, 1)
+    one = np.ones_like(lengths)
+    costs = lengths * q_lens
+    mean = float(costs.sum()) * num_kv_heads / threads
+    if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
+        return whole, one
+    best = (whole, one)
+    best_load = _longest_thread(costs, num_kv_heads, threads, mean)
+    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
+    share = 1
+    while best_load > BALANCED * mean and share <= FINE:
+        limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)
+        limit = np.maximum(-(-limit // tiling.chunk) * tiling.chunk, smallest)
+        even = -(-lengths // np.maximum(-(-lengths // limit), 1))  # pieces of about one size
+        size = np.maximum(-(-even // tiling.chunk) * tiling.chunk, smallest)
+        counts = _pieces(lengths, size, tiling.min_split)
+        owner, index = _expand(counts)
+        rest = lengths - (counts - 1) * size
+        pieces = np.where(index == counts[owner] - 1, rest[owner], size[owner]) * q_lens[owner]
+        load = _longest_thread(pieces, num_kv_heads, threads, mean)
+        if load < best_load:
+            best, best_load = (size, counts), load
+        share *= 2
+    return best
+
+
+def make_work(
+    lengths: Lengths,
+    tiling: Tiling,
+    *,
+    causal: bool,
+    window: int,
+    from_pool: bool,
+    num_kv_heads: int,
+    threads: int,
+    batch_invariant: bool,
+) -> WorkList:
+    """Plan one batch.
+
+    Args:
+        lengths: the batch; a request without query tokens gets no item, every query token is in exactly one block.
+        tiling: the module's parameters.
+        causal: whether a query sees no key after its own position.
+        window: visible keys including the query's own; OFF = all.
+        from_pool: whether all keys come from the buffers; else those from the first query's position on are new rows.
+        num_kv_heads: heads that run as units of their own.
+        threads: workers to keep busy; not looked at when batch_invariant.
+        batch_invariant: cut query blocks and key ranges at fixed positions of the request, so that neither the rest
+            of the batch, nor the threads, nor how the request was chunked changes what is added to what.
+    """
+    block_q, chunk, min_split = tiling
+    first_pos = lengths.kv_lens - lengths.q_lens
+    # Positions of a block are [first + k * block_q, ...): fixed multiples of block_q where invariant.
+    lead = first_pos % block_q if batch_invariant else np.zeros_like(first_pos)
+    counts = np.where(lengths.q_lens > 0, -(-(lengths.q_lens + lead) // block_q), 0)
+    request, block = _expand(counts)
+    nominal = block * block_q - lead[request]
+    offset = np.maximum(nominal, 0)
+    q_len = np.minimum(lengths.q_lens[request], nominal + block_q) - offset
+    pos = first_pos[request] + offset
+    kv_len = lengths.kv_lens[request]
+
+    # The range that the block's rows can see; where invariant, that the whole block could see on the past side.
+    oldest = first_pos[request] + (nominal if batch_invariant else offset)
+    low = np.clip(oldest - window + 1, 0, kv_len)
+    high = np.maximum(np.clip(pos + q_len, 0, kv_len), low) if causal else kv_len
+
+    if batch_invariant:
+        # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
+        fixed = _round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
+        base = low // fixed * fixed
+        size = np.full_like(low, fixed)
+        pieces = np.where(high > low, -(-(high - base) // fixed), 1)
+    else:
+        base = low
+        size, pieces = _balance(high - low, q_len, tiling, num_kv_heads, threads)
+
+    split = pieces > 1
+    any_split = bool(split.any())
+    owner, index = _expand(pieces) if any_split else (slice(None), np.zeros_like(pieces))
+    begin = np.maximum(base[owner] + index * size[owner], low[owner])
+    end = np.where(index == pieces[owner] - 1, high[owner], base[owner] + (index + 1) * size[owner])
+    partial_rows = np.where(split, pieces * q_len, 0)
+    first_partial = _offsets(partial_rows)
+    q_row = lengths.q_starts[request] + offset
+
+    items = np.zeros((len(begin), ITEM_COLUMNS), np.int32)
+    items[:, REQUEST] = request[owner]
+    items[:, Q_ROW] = q_row[owner]
+    items[:, Q_LEN] = q_len[owner]
+    items[:, KV_BEGIN] = begin
+    items[:, KV_LEN] = end - begin
+    items[:, POS] = pos[owner]
+    if from_pool:
+        items[:, PREFIX] = OFF
+    else:
+        items[:, PREFIX] = first_pos[request][owner]
+        items[:, NEW_ROW] = (lengths.q_starts - first_pos)[request][owner]
+    items[:, PART] = np.where(split[owner], first_partial[owner] + index * q_len[owner], -1)
+    order = np.argsort(-(end - begin) * q_len[owner], kind="stable")
+
+    if not any_split:
+        return WorkList(items[order], np.empty((0, MERGE_COLUMNS), np.int32), 0)
+    which = np.flatnonzero(split)
+    block_of, token = _expand(q_len[which])
+    block_of = which[block_of]
+    rows = np.empty((len(block_of), MERGE_COLUMNS), np.int32)
+    rows[:, 0] = q_row[block_of] + token
+    rows[:, 1] = first_partial[block_of] + token
+    rows[:, 2] = pieces[block_of]
+    rows[:, 3] = q_len[block_of]
+    return WorkList(items[order], rows, int(partial_rows.sum()))

@@ -1,0 +1,129 @@
+"""The merge of partial softmax states and the KV write, as tensor expressions. Arguments: docs/kernel-abi.md."""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+from tvm.ir.expr import Var
+
+from tilewright.schedules import lowering
+from tilewright.schedules.paged_attention.definition import (
+    TVM_DTYPE,
+    i64,
+    loop,
+    natural_lse,
+    normaliser,
+    region,
+    softmax_monoid,
+)
+from tilewright.schedules.vector_math import LOG2_E, f32, negative_infinity
+from tilewright.schedules.workload import Workload
+
+# Columns of `rows`.
+OUT_ROW, FIRST, COUNT, STRIDE = range(4)
+ROW_COLUMNS = 4
+
+
+def merge(workload: Workload) -> tirx.PrimFunc:
+    """Merge partial states into whole rows: the softmax monoid over each row's states.
+
+    Args:
+        workload: operator "merge"; its dtype is that of `out`.
+
+    Returns:
+        An s_tir function with the blocks L (states' LSE in base 2, -inf where empty), V (their values, 0 where empty), acc (the
+        monoid), F (normaliser), lse_row and store.
+    """
+    dtype = TVM_DTYPE[workload.dtype]
+    P, H, Dv, R, T = (
+        tirx.Var(name, "int64") for name in ("partials", "num_heads", "head_dim_vo", "num_rows", "num_tokens")
+    )
+    part_o = te.placeholder((P, H, Dv), "float32", name="part_o")
+    part_lse = te.placeholder((P, H), "float32", name="part_lse")
+    rows = te.placeholder((R, i64(ROW_COLUMNS)), "int32", name="rows")
+    sinks = te.placeholder((H,), "float32", name="sinks")
+    out = te.placeholder((T, H, Dv), dtype, name="out")
+    lse = te.placeholder((T, H), "float32", name="lse")
+
+    def state(r: tirx.Expr, s: tirx.Expr) -> tirx.Expr:
+        return rows[r, FIRST].astype("int64") + s * rows[r, STRIDE].astype("int64")
+
+    # P bounds the number of states of a row; the kernel runs the row's own number (lowering.TRIP).
+    L = te.compute((R, H, P), lambda r, h, s: part_lse[state(r, s), h] * f32(LOG2_E), name="L")
+    V = te.compute(
+        (R, H, P, Dv),
+        lambda r, h, s, e: tirx.if_then_else(L[r, h, s] == negative_infinity(), f32(0.0), part_o[state(r, s), h, e]),
+        name="V",
+    )
+    s = te.reduce_axis((i64(0), P), "s")
+    # A normalised state is (its LSE, 1, its values); an empty one is (-inf, 1, 0), whose weight is 0.
+    acc_m, acc_l, acc_o = te.compute(
+        (R, H, Dv),
+        lambda r, h, e: softmax_monoid()(
+            (L[r, h, s], tirx.Select(L[r, h, s] == negative_infinity(), f32(0.0), f32(1.0)), V[r, h, s, e]), axis=s
+        ),
+        name="acc",
+    )
+    zero = i64(0)
+    F = te.compute(
+        (R, H), lambda r, h: normaliser(acc_m[r, h, zero], acc_l[r, h, zero], sinks[h] * f32(LOG2_E)), name="F"
+    )
+    lse_row = te.compute((R, H), lambda r, h: natural_lse(acc_m[r, h, zero], acc_l[r, h, zero]), name="lse_row")
+
+    func = te.create_prim_func([part_o, part_lse, rows, sinks, out, lse, acc_o, F, lse_row])
+
+    def store(buffers: dict[str, Var], axes: dict[str, Var]):  # noqa: ANN202
+        r, h = axes["r"], axes["h"]
+        e = tirx.Var("e", "int64")
+        row = buffers["rows"][r, OUT_ROW].astype("int64")
+        value = buffers["acc.v2"][r, h, e] * buffers["F"][r, h]
+        stmt = tirx.SeqStmt(
+            [
+                tirx.BufferStore(buffers["lse"], buffers["lse_row"][r, h], [row, h]),
+                loop(e, Dv, tirx.BufferStore(buffers["out"], value.astype(dtype), [row, h, e])),
+            ]
+        )
+        reads = [
+            region(buffers["acc.v2"], [(r, 1), (h, 1), (0, Dv)]),
+            region(buffers["F"], [(r, 1), (h, 1)]),
+            region(buffers["lse_row"], [(r, 1), (h, 1)]),
+            region(buffers["rows"], [(r, 1), (0, ROW_COLUMNS)]),
+        ]
+        writes = [region(buffers["out"], [(0, T), (h, 1), (0, Dv)]), region(buffers["lse"], [(0, T), (h, 1)])]
+        return stmt, reads, writes
+
+    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"r": R, "h": H}, store)
+    func = lowering.strided_parameters(func, {"out": True, "lse": False})
+    return func.with_attr("global_symbol", workload.operator)
+
+
+def write_kv(workload: Workload) -> tirx.PrimFunc:
+    """Copy rows into the slots of a pool: buffer[loc[t]] = x[t], slot -1 skipped.
+
+    Args:
+        workload: operator "write_kv".
+
+    Returns:
+        An s_tir function with the one block `store` over tokens and heads.
+    """
+    dtype = TVM_DTYPE[workload.dtype]
+    T, S, H, D = (tirx.Var(name, "int64") for name in ("num_tokens", "slots", "num_heads", "head_dim"))
+    x = te.placeholder((T, H, D), dtype, name="x")
+    buffer = te.placeholder((S, H, D), dtype, name="buffer")
+    loc = te.placeholder((T,), "int32", name="loc")
+    func = te.create_prim_func([x, buffer, loc])
+
+    def store(buffers: dict[str, Var], axes: dict[str, Var]):  # noqa: ANN202
+        t, h = axes["t"], axes["h"]
+        d = tirx.Var("d", "int64")
+        slot = buffers["loc"][t]
+        copy = tirx.BufferStore(buffers["buffer"], buffers["x"][t, h, d], [slot.astype("int64"), h, d])
+        stmt = tirx.IfThenElse(slot >= 0, loop(d, D, copy), None)
+        reads = [region(buffers["x"], [(t, 1), (h, 1), (0, D)]), region(buffers["loc"], [(t, 1)])]
+        return stmt, reads, [region(buffers["buffer"], [(0, S), (h, 1), (0, D)])]
+
+    func = lowering.append_block(func, "store", (), {"t": T, "h": H}, store)
+    func = lowering.strided_parameters(func, {"x": True, "buffer": True, "loc": False})
+    return func.with_attr("global_symbol", workload.operator)
+
+
+__all__ = ["COUNT", "merge", "write_kv"]

@@ -1,0 +1,218 @@
+"""The kernel interface (docs/kernel-abi.md) executed literally: every operator, slowly, of the same arguments.
+
+It is the executable form of the document: the planner's items run through it against the oracles, and it stands in for
+modules where a test is about the host side. float64 inside, rounded once to the output's dtype; f32 partial states.
+Each function asserts what the document promises about its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from tilewright.runtime.errors import MissingModuleError
+from tilewright.schedules.workload import Workload
+
+
+def _dense(tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
+    assert tensor.is_contiguous(), "dense"
+    assert tensor.dtype == dtype
+    assert tuple(tensor.shape) == tuple(shape), (tuple(tensor.shape), shape)
+
+
+def _strided(tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
+    assert tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, "dense last dimension"
+    assert tensor.dtype == dtype
+    assert tuple(tensor.shape) == tuple(shape), (tuple(tensor.shape), shape)
+
+
+def _index(tensor: Tensor, shape: tuple) -> None:
+    assert tensor.dtype == torch.int32
+    assert tuple(tensor.shape) == tuple(shape), (tuple(tensor.shape), shape)
+
+
+def _softmax(scores: Tensor, values: Tensor, sink: float) -> tuple[Tensor, float]:
+    """(sum p v / (sum p + sink weight), lse without the sink) of visible scores [n] and values [n, Dv]."""
+    if len(scores) == 0:
+        return torch.zeros(values.shape[1], dtype=torch.float64), -math.inf
+    top = scores.max()
+    weights = torch.exp2(scores - top)
+    total = weights.sum()
+    with_sink = total + (0.0 if sink == -math.inf else 2.0 ** (sink * math.log2(math.e) - float(top)))
+    return weights @ values / with_sink, float((top + torch.log2(total)) * math.log(2))
+
+
+def _attend(
+    q, k_buffer, v_buffer, k_new, v_new, req_to_token, req_pool_indices, kv_start, items, sinks, out, lse, part_o,
+    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q,
+):  # fmt: skip
+    tokens, hq, dim = q.shape
+    slots, hk, _ = k_buffer.shape
+    dim_vo, batch, partials = v_buffer.shape[2], len(req_pool_indices), len(part_o)
+    group = hq // hk
+    dtype = q.dtype
+    assert group * hk == hq
+    _strided(q, (tokens, hq, dim), dtype)
+    _strided(k_buffer, (slots, hk, dim), dtype)
+    _strided(v_buffer, (slots, hk, dim_vo), dtype)
+    _strided(k_new, (len(k_new), hk, dim), dtype)
+    _strided(v_new, (len(k_new), hk, dim_vo), dtype)
+    _index(req_to_token, tuple(req_to_token.shape))
+    _index(req_pool_indices, (batch,))
+    _index(kv_start, (batch,))
+    _dense(items, (len(items), 10), torch.int32)
+    _dense(sinks, (hq,), torch.float32)
+    _strided(out, (tokens, hq, dim_vo), dtype)
+    _strided(lse, (tokens, hq), torch.float32)
+    _dense(part_o, (partials, hq, dim_vo), torch.float32)
+    _dense(part_lse, (partials, hq), torch.float32)
+    assert partials >= 1 and len(items) >= 1
+    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, reserved in items.tolist():
+        assert 1 <= q_len <= block_q and reserved == 0 and kv_begin >= 0 and kv_len >= 0
+        for i in range(q_len):
+            position = pos + i
+            keys = [j for j in range(kv_begin, kv_begin + kv_len) if position - window < j <= position + lookahead]
+            table = req_to_token[int(req_pool_indices[request])]
+            rows_k, rows_v = [], []
+            for j in keys:
+                if j < prefix:
+                    slot = int(table[int(kv_start[request]) + j])
+                    assert 0 <= slot < slots, slot
+                    rows_k.append(k_buffer[slot])
+                    rows_v.append(v_buffer[slot])
+                else:
+                    assert 0 <= j + new_row < len(k_new)
+                    rows_k.append(k_new[j + new_row])
+                    rows_v.append(v_new[j + new_row])
+            for h in range(hq):
+                if keys:
+                    key = torch.stack([row[h // group] for row in rows_k]).double()
+                    value = torch.stack([row[h // group] for row in rows_v]).double()
+                else:
+                    key, value = torch.zeros(0, dim).double(), torch.zeros(0, dim_vo).double()
+                raw = key @ q[q_row + i, h].double()
+                scores = cap_log2 * torch.tanh(scale_over_cap * raw) if cap_log2 else scale_log2 * raw
+                row_out, row_lse = _softmax(scores, value, float(sinks[h]) if part < 0 else -math.inf)
+                if part < 0:
+                    out[q_row + i, h], lse[q_row + i, h] = row_out.to(dtype), row_lse
+                else:
+                    assert part + i < partials
+                    part_o[part + i, h], part_lse[part + i, h] = row_out.float(), row_lse
+
+
+def merge(part_o, part_lse, rows, sinks, out, lse):
+    """`merge` of the interface."""
+    partials, heads, dim = part_o.shape
+    _dense(part_o, (partials, heads, dim), torch.float32)
+    _dense(part_lse, (partials, heads), torch.float32)
+    _dense(rows, (len(rows), 4), torch.int32)
+    _dense(sinks, (heads,), torch.float32)
+    _strided(out, (len(out), heads, dim), out.dtype)
+    _strided(lse, (len(out), heads), torch.float32)
+    for row, first, count, stride in rows.tolist():
+        for h in range(heads):
+            states = [first + s * stride for s in range(count)]
+            live = [s for s in states if part_lse[s, h] != -math.inf]
+            scores = torch.tensor([float(part_lse[s, h]) for s in live], dtype=torch.float64) * math.log2(math.e)
+            values = torch.stack([part_o[s, h] for s in live]).double() if live else torch.zeros(0, dim).double()
+            row_out, row_lse = _softmax(scores, values, float(sinks[h]))
+            out[row, h], lse[row, h] = row_out.to(out.dtype), row_lse
+
+
+def write_kv(x, buffer, loc):
+    """`write_kv` of the interface."""
+    _strided(x, (len(x), *buffer.shape[1:]), buffer.dtype)
+    _strided(buffer, tuple(buffer.shape), x.dtype)
+    _index(loc, (len(x),))
+    for t, slot in enumerate(loc.tolist()):
+        if slot >= 0:
+            buffer[slot] = x[t]
+
+
+def lightning_extend(q, k, v, state, state_indices, has_initial_state, qo_indptr, slopes, out, scale):
+    """`lightning_extend` of the interface."""
+    tokens, heads, dim = q.shape
+    batch = len(state_indices)
+    _strided(q, (tokens, heads, dim), q.dtype)
+    _strided(k, (tokens, heads, dim), q.dtype)
+    _strided(v, (tokens, heads, v.shape[2]), q.dtype)
+    _strided(out, tuple(v.shape), q.dtype)
+    assert state.dtype == torch.float32 and state.shape[1:] == (heads, dim, v.shape[2])
+    _index(state_indices, (batch,))
+    _dense(has_initial_state, (batch,), torch.int32)
+    _index(qo_indptr, (batch + 1,))
+    _dense(slopes, (heads,), torch.float32)
+    decay = torch.exp(-slopes.double())[:, None, None]
+    for b in range(batch):
+        first, last, slot = int(qo_indptr[b]), int(qo_indptr[b + 1]), int(state_indices[b])
+        if slot < 0:
+            out[first:last] = 0
+            continue
+        if first == last:
+            continue
+        s = state[slot].double() if has_initial_state[b] else torch.zeros_like(state[slot]).double()
+        for t in range(first, last):
+            s = decay * s + k[t].double()[:, :, None] * v[t].double()[:, None, :]
+            out[t] = (scale * torch.einsum("hd,hde->he", q[t].double(), s)).to(out.dtype)
+        state[slot] = s.float()
+
+
+def lightning_decode(q, k, v, state, state_indices, slopes, out, scale):
+    """`lightning_decode` of the interface."""
+    batch = len(q)
+    ones = torch.ones(batch, dtype=torch.int32)
+    lightning_extend(
+        q, k, v, state, state_indices, ones, torch.arange(batch + 1, dtype=torch.int32), slopes, out, scale
+    )
+
+
+class ModelStore:
+    """`load(workload)` over this model: some specialised sizes, and a general module for everything.
+
+    calls: (workload name, arguments) of every kernel call so far.
+    """
+
+    def __init__(
+        self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True
+    ) -> None:
+        self.plan = {"block_q": block_q, "chunk": chunk, "min_split": min_split}
+        self.general, self.special = general, special
+        self.calls: list[tuple[str, tuple]] = []
+
+    def names(self) -> list[str]:
+        """Workloads called so far, in order."""
+        return [name for name, _ in self.calls]
+
+    def load(self, workload: Workload) -> SimpleNamespace:
+        """As `tilewright.runtime.store.load`."""
+        if (workload.general and not self.general) or (not workload.general and workload.group and not self.special):
+            raise MissingModuleError(f"{workload.name}: not in the model")
+        plan = {}
+        if workload.operator == "paged_decode":
+            plan = self.plan | {"block_q": 1}
+
+            def function(q, k_buffer, v_buffer, *rest):
+                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1)
+
+        elif workload.operator == "paged_extend":
+            plan = self.plan
+
+            def function(*arguments):
+                _attend(*arguments, block_q=self.plan["block_q"])
+
+        else:
+            function = {
+                "merge": merge,
+                "write_kv": write_kv,
+                "lightning_extend": lightning_extend,
+                "lightning_decode": lightning_decode,
+            }[workload.operator]
+
+        def counted(*arguments):
+            self.calls.append((workload.name, arguments))
+            function(*arguments)
+
+        return SimpleNamespace(function=counted, plan=plan, workload=workload)

@@ -1,0 +1,187 @@
+"""The planner: every visible (query, key) pair in exactly one item, whatever the batch."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.runtime.planner import INVARIANT_SPLIT, OFF, Lengths, Tiling, make_work
+
+
+def lengths_of(pairs, gaps=None):
+    """Lengths of (prefix, new) pairs, requests `gaps[b]` rows apart."""
+    prefix, new = np.array(pairs, np.int64).reshape(-1, 2).T
+    gaps = np.zeros(len(new), np.int64) if gaps is None else np.array(gaps, np.int64)
+    return Lengths(np.maximum(prefix + new, 0), new, np.cumsum(new) - new + np.cumsum(gaps))
+
+
+def plan(lengths, tiling=Tiling(4, 8, 16), **options):  # noqa: B008
+    defaults = {
+        "causal": True, "window": OFF, "from_pool": False, "num_kv_heads": 1, "threads": 4, "batch_invariant": False,
+    }  # fmt: skip
+    return make_work(lengths, tiling, **(defaults | options))
+
+
+def visible_pairs(lengths, causal, window):
+    """By the definition: (query row, key position) of every pair that must be computed."""
+    pairs = Counter()
+    for kv, new, start in zip(*lengths, strict=True):
+        for i in range(new):
+            position = kv - new + i
+            for j in range(kv):
+                if (j <= position or not causal) and j > position - window:
+                    pairs[int(start + i), j] += 1
+    return pairs
+
+
+def computed_pairs(work, causal, window):
+    """By the items, read as the kernels read them."""
+    pairs = Counter()
+    for _, row, q_len, begin, count, pos, *_ in work.items.tolist():
+        for i in range(q_len):
+            for j in range(begin, begin + count):
+                if j > pos + i - window and j <= pos + i + (0 if causal else OFF):
+                    pairs[row + i, j] += 1
+    return pairs
+
+
+batches = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 12)), max_size=5)
+tilings = st.builds(Tiling, st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 8, 16]), st.sampled_from([1, 8, 20]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    batch=batches,
+    gap=st.integers(0, 2),
+    tiling=tilings,
+    causal=st.booleans(),
+    window=st.sampled_from([OFF, 1, 5, 33]),
+    heads=st.integers(1, 3),
+    threads=st.sampled_from([1, 2, 7, 64]),
+    invariant=st.booleans(),
+)
+def test_items_cover_every_visible_pair_once(batch, gap, tiling, causal, window, heads, threads, invariant):
+    lengths = lengths_of(batch, [gap] * len(batch))
+    work = plan(lengths, tiling, causal=causal, window=window, num_kv_heads=heads, threads=threads,
+                batch_invariant=invariant)  # fmt: skip
+    assert computed_pairs(work, causal, window) == visible_pairs(lengths, causal, window)
+    items = work.items
+    assert items.dtype == work.rows.dtype == np.int32
+    assert ((items[:, 2] >= 1) & (items[:, 2] <= tiling.block_q)).all()
+    assert (items[:, 4] >= 0).all() and (items[:, 3] + items[:, 4] <= lengths.kv_lens[items[:, 0]]).all()
+    # Every query row has its items, an empty one too, so that it is written; one that is not split has exactly one.
+    rows = {int(s + i) for _, n, s in zip(*lengths, strict=True) for i in range(n)}
+    direct = Counter(r + i for _, r, n, *rest in items.tolist() if rest[5] == -1 for i in range(n))
+    merged = Counter(work.rows[:, 0].tolist())
+    assert direct + merged == Counter(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=batches, tiling=tilings, threads=st.sampled_from([2, 7, 64]), window=st.sampled_from([OFF, 33]))
+def test_splits_and_merge_rows(batch, tiling, threads, window):
+    work = plan(lengths_of(batch), tiling, threads=threads, window=window)
+    written = Counter()
+    by_row = {}
+    for _, row, q_len, begin, count, *rest in work.items.tolist():
+        part = rest[3]
+        for i in range(q_len):
+            if part >= 0:
+                written[part + i] += 1
+                by_row.setdefault(row + i, []).append((begin, count, part + i))
+    assert written == Counter(range(work.partials)), "every partial row is written by exactly one item"
+    for row, first, count, stride in work.rows.tolist():
+        pieces = sorted(by_row.pop(row))
+        assert [part for *_, part in pieces] == [first + s * stride for s in range(count)]
+        assert count > 1
+        for begin, length, _ in pieces[:-1]:
+            assert (begin - pieces[0][0]) % tiling.chunk == 0 and length % tiling.chunk == 0
+        assert all(length >= tiling.min_split for _, length, _ in pieces), "splits smaller than worth making"
+    assert not by_row, "a split row is merged"
+
+
+def test_costliest_first():
+    work = plan(lengths_of([(5, 1), (60, 1), (20, 3)]), threads=1)
+    costs = (work.items[:, 2] * work.items[:, 4]).tolist()
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_decode_keeps_whole_what_balances():
+    """Casebook P43: splits only where threads would wait."""
+    decode = Tiling(1, 256, 512)
+    even = plan(lengths_of([(2047, 1)] * 8), decode, num_kv_heads=8, threads=2)
+    assert len(even.items) == 8 and even.partials == 0
+    heads_suffice = plan(lengths_of([(16383, 1)]), decode, num_kv_heads=8, threads=2)
+    assert len(heads_suffice.items) == 1
+    alone = plan(lengths_of([(16383, 1)]), decode, num_kv_heads=1, threads=4)
+    assert len(alone.items) == 4
+
+
+@pytest.mark.parametrize("threads", [4, 16, 64])
+def test_one_long_context_among_short_ones_is_split(threads):
+    """Casebook P43 (c): the busiest thread has little more than the mean, and the short ones stay whole."""
+    lengths = lengths_of([(127, 1)] * 31 + [(131071, 1)])
+    work = plan(lengths, Tiling(1, 256, 512), num_kv_heads=2, threads=threads)
+    assert (work.items[work.items[:, 0] < 31][:, 8] == -1).all()
+    assert len(work.items) <= 31 + 8 * threads
+    loads = [0] * threads
+    for cost in np.repeat(work.items[:, 4], 2).tolist():
+        loads[loads.index(min(loads))] += cost
+    assert max(loads) <= 1.15 * sum(loads) / threads
+
+
+def test_empty_request_gets_an_item_and_no_tokens_get_none():
+    work = plan(lengths_of([(-1, 1), (0, 0), (3, 2)]))
+    assert sorted(work.items[:, 0].tolist()) == [0, 2]
+    assert work.items[work.items[:, 0] == 0][0, 4] == 0
+    assert len(plan(lengths_of([])).items) == 0
+
+
+def test_negative_prefix_sees_bottom_right():
+    lengths = Lengths(np.array([3]), np.array([5]), np.array([0]))
+    work = plan(lengths, from_pool=True)
+    assert computed_pairs(work, True, OFF) == Counter([(2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2)])
+    assert work.items[:, 2].sum() == 5
+
+
+def test_new_rows_and_prefix_columns():
+    work = plan(lengths_of([(6, 2), (3, 1)], [1, 2]), threads=1)
+    by_request = {int(item[0]): item for item in work.items}
+    # key j >= prefix is row j + new_row of k_new; the first new key of a request is its first query row.
+    for request, (prefix, start) in enumerate([(6, 1), (3, 5)]):
+        assert by_request[request][6] == prefix
+        assert prefix + by_request[request][7] == start
+    assert (plan(lengths_of([(6, 2)]), from_pool=True).items[:, 6] == OFF).all()
+
+
+def ranges_of_row(work, row):
+    """(key range, written directly) of the items of a query row, as positions."""
+    return sorted(
+        (begin, begin + count, rest[3] == -1)
+        for _, first, q_len, begin, count, *rest in work.items.tolist()
+        if first <= row < first + q_len
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    others=batches,
+    threads=st.sampled_from([1, 2, 64]),
+    cut=st.integers(1, 4499),
+    window=st.sampled_from([OFF, 700, 2500]),
+    block_q=st.sampled_from([1, 3, 16]),
+)
+def test_batch_invariant_split_points(others, threads, cut, window, block_q):
+    """Casebook P40: which keys meet in an item does not depend on the rest of the batch, threads or chunking."""
+    tiling, total = Tiling(block_q, 64, 128), 4500
+    split = {1: INVARIANT_SPLIT, 3: 2112, 16: INVARIANT_SPLIT}[block_q]  # whole chunks and whole blocks
+    options = {"batch_invariant": True, "window": window}
+    alone = plan(lengths_of([(0, total)]), tiling, threads=3, **options)
+    second = plan(lengths_of([*others, (cut, total - cut)]), tiling, threads=threads, **options)
+    base = sum(new for _, new in others)
+    for position in {cut, min(cut + 1, total - 1), total - 1, min(max(cut, split), total - 1)}:
+        one, two = ranges_of_row(alone, position), ranges_of_row(second, base + position - cut)
+        seen = [[(low, min(high, position + 1), direct) for low, high, direct in each] for each in (one, two)]
+        assert seen[0] == seen[1]
+        assert all(low % split == 0 for low, *_ in one[1:])

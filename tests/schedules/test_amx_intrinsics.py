@@ -1,0 +1,208 @@
+"""The AMX tensor intrinsics: `desc` against numpy, `impl` in a scheduled product under the emulator."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from tvm import s_tir, te
+from tvm.s_tir import TensorIntrin
+
+from tilewright.schedules.intrinsics import amx
+
+EMULATED = {"kind": "llvm", "mcpu": "x86-64-v3", "mattr": ["+amx-tile", "+amx-bf16", "+amx-int8"]}
+REAL = {"kind": "llvm", "mcpu": "sapphirerapids", "mattr": ["-prefer-256-bit"]}
+
+SCALAR_MOVES = {"vpextrw", "vpextrd", "vpinsrw", "vpinsrd", "vpgatherqd", "vpgatherdd"}  # what a shuffle replaces
+
+# rows, columns, depth of one product: whole tiles, several, tails in either direction, the smallest.
+SIZES = [(16, 16, 32), (32, 32, 64), (64, 16, 32), (16, 64, 128), (16, 4, 64), (4, 32, 32), (20, 12, 64), (2, 2, 32)]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(42)
+
+
+def integers(rng, *shape):
+    """Small integers as bf16: every order of summation is exact."""
+    return rng.integers(-8, 9, shape).astype(ml_dtypes.bfloat16)
+
+
+def pairs(b):
+    """[depth, columns] -> [depth // 2, columns, 2]."""
+    return np.ascontiguousarray(b.reshape(b.shape[0] // 2, 2, b.shape[1]).transpose(0, 2, 1))
+
+
+def run(module, *arrays):
+    tensors = [tvm.runtime.tensor(array) for array in arrays]
+    module(*tensors)
+    return tensors[-1].numpy()
+
+
+def description(name):
+    function = TensorIntrin.get(name).desc.with_attr("global_symbol", "desc")
+    return tvm.compile(tvm.IRModule({"desc": function}), target=tvm.target.Target({"kind": "llvm"}))["desc"]
+
+
+@pytest.mark.parametrize("rows, columns, depth", SIZES)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_product_description(rng, rows, columns, depth, fresh):
+    a, b = integers(rng, rows, depth), integers(rng, depth, columns)
+    c = rng.integers(-99, 99, (rows, columns)).astype(np.float32)
+    got = run(description(amx.bf16_product(rows, columns, depth, fresh=fresh)), a, pairs(b), c)
+    np.testing.assert_array_equal(got, c + a.astype(np.float32) @ b.astype(np.float32))
+
+
+def test_init_description():
+    got = run(description(amx.omitted_init(16, 32)), np.full((16, 32), np.nan, np.float32))
+    np.testing.assert_array_equal(got, 0)
+
+
+def test_interleave_description(rng):
+    rows = integers(rng, 2, 48)
+    got = run(description(amx.interleave_rows(48)), rows, np.full((1, 48, 2), np.nan, ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(got, pairs(rows))
+
+
+def test_interleave_columns_description(rng):
+    b = integers(rng, 32, 16)
+    got = run(description(amx.interleave_columns()), np.ascontiguousarray(b.T), np.full((16, 16, 2), np.nan, b.dtype))
+    np.testing.assert_array_equal(got, pairs(b))
+
+
+@pytest.mark.parametrize("target", [EMULATED, REAL], ids=["emulated", "real"])
+def test_interleave_columns_by_shuffles(rng, target):
+    """Out[k // 2, j, k % 2] = (a copy of In)[j, k]: the copy is a buffer of the function, as operands are."""
+    source = te.placeholder((32, 64), "bfloat16", name="In")
+    copy = te.compute((32, 64), lambda j, k: source[j, k], name="copy")
+    target_ = te.compute((32, 32, 2), lambda p, j, s: copy[j, 2 * p + s], name="Out")
+    schedule = s_tir.Schedule(te.create_prim_func([source, target_]))
+    operand = schedule.cache_read(schedule.get_sblock("Out"), 0, "global")
+    schedule.transform_layout(operand, ("write", 0), lambda j, k: (k // 2, j, k % 2))
+    j, k = schedule.get_loops(operand)
+    j0, j1 = schedule.split(j, [None, 16])
+    k0, k1 = schedule.split(k, [None, 32])
+    schedule.reorder(j0, k0, j1, k1)
+    schedule.tensorize(j1, amx.interleave_columns())
+    schedule.vectorize(schedule.split(schedule.fuse(*schedule.get_loops(schedule.get_sblock("copy"))), [None, 32])[1])
+    schedule.vectorize(schedule.split(schedule.fuse(*schedule.get_loops(schedule.get_sblock("Out"))), [None, 32])[1])
+    built = tvm.compile(schedule.mod, target=tvm.target.Target(target))
+    if target is REAL:
+        assert not set(built.mod.inspect_source("asm").split()) & SCALAR_MOVES
+    else:
+        b = integers(rng, 64, 32)
+        got = run(built["main"], np.ascontiguousarray(b.T), np.full((32, 32, 2), np.nan, b.dtype))
+        np.testing.assert_array_equal(got, pairs(b))
+
+
+def rounding_cases(rng):
+    """f32 [32, 16]: ordinary values, halfway cases of both parities, zeros, infinities and NaN."""
+    x = rng.standard_normal((32, 16)).astype(np.float32)
+    bits = x.view(np.uint32)
+    bits[::3] = bits[::3] & 0xFFFF0000 | 0x8000
+    x[5, :6] = 0, -0.0, np.inf, -np.inf, np.nan, np.finfo(np.float32).max
+    return x
+
+
+def test_transpose_description(rng):
+    x = rounding_cases(rng)
+    got = run(description(amx.transpose_to_bf16()), x, np.zeros((16, 32), ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(got.astype(np.float32), x.T.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("target", [EMULATED, REAL], ids=["emulated", "real"])
+def test_transpose_by_shuffles(rng, target):
+    x = te.placeholder((64, 48), "float32", name="X")
+    rounded = te.compute((64, 48), lambda t, j: x[t, j].astype("bfloat16"), name="rounded")
+    copy = te.compute((48, 64), lambda j, t: rounded[t, j], name="copy")
+    schedule = s_tir.Schedule(te.create_prim_func([x, copy]))
+    block = schedule.get_sblock("rounded")
+    schedule.transform_layout(block, ("write", 0), lambda t, j: (j, t))
+    t, j = schedule.get_loops(block)
+    t0, t1 = schedule.split(t, [None, 32])
+    j0, j1 = schedule.split(j, [None, 16])
+    schedule.reorder(t0, j0, t1, j1)
+    schedule.tensorize(t1, amx.transpose_to_bf16())
+    built = tvm.compile(schedule.mod, target=tvm.target.Target(target))
+    if target is REAL:
+        assert not set(built.mod.inspect_source("asm").split()) & SCALAR_MOVES
+    else:
+        values = np.tile(rounding_cases(rng), (2, 3))
+        got = run(built["main"], values, np.zeros((48, 64), ml_dtypes.bfloat16)).astype(np.float32)
+        np.testing.assert_array_equal(got, values.T.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def scheduled_product(rows, columns, depth, fresh):
+    """C = A B of 2 x 2 products in rows and columns, and 2 in depth unless fresh, tensorized; every size static."""
+    m, n, d = 2 * rows, 2 * columns, depth if fresh else 2 * depth
+    a, b = te.placeholder((m, d), "bfloat16", name="A"), te.placeholder((d, n), "bfloat16", name="B")
+    k = te.reduce_axis((0, d), "k")
+    product = lambda i, j: te.sum(a[i, k].astype("float32") * b[k, j].astype("float32"), axis=k)  # noqa: E731
+    schedule = s_tir.Schedule(te.create_prim_func([a, b, te.compute((m, n), product, name="C")]))
+    block = schedule.get_sblock("C")
+    copy_a, copy_b = (schedule.cache_read(block, operand, "global") for operand in range(2))
+    schedule.transform_layout(block, ("read", 1), lambda k, j: (k // 2, j, k % 2))
+    if n % 16 == 0:
+        schedule.tensorize(schedule.split(schedule.get_loops(copy_b)[0], [None, 2])[1], amx.interleave_rows(n))
+    i, j, k = schedule.get_loops(block)
+    i0, i1 = schedule.split(i, [None, rows])
+    j0, j1 = schedule.split(j, [None, columns])
+    k0, k1 = schedule.split(k, [None, depth])
+    schedule.reorder(i0, j0, k0, i1, j1, k1)
+    schedule.parallel(i0)
+    schedule.compute_at(copy_a, i0)
+    init = schedule.decompose_reduction(block, k0)
+    if fresh:
+        schedule.tensorize(schedule.get_loops(init)[-2], amx.omitted_init(rows, columns))
+    schedule.tensorize(i1, amx.bf16_product(rows, columns, depth, fresh=fresh))
+    return schedule.mod, (m, n, d)
+
+
+@pytest.mark.parametrize("rows, columns, depth", SIZES)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_scheduled_product_under_the_emulator(amx_emulator, rng, rows, columns, depth, fresh):
+    module, (m, n, d) = scheduled_product(rows, columns, depth, fresh)
+    built = tvm.compile(module, target=tvm.target.Target(EMULATED))
+    assert "zmm" not in built.mod.inspect_source("asm"), "the emulated build must run without AVX-512"
+    a, b = integers(rng, m, d), integers(rng, d, n)
+    got = run(built["main"], a, b, np.full((m, n), np.nan, np.float32))
+    np.testing.assert_array_equal(got, a.astype(np.float32) @ b.astype(np.float32))
+
+
+def test_fresh_product_ignores_what_its_result_held(amx_emulator, rng):
+    # The scratch of a kernel is not zeroed: NaN in it must not survive (0 * NaN would).
+    module, (m, n, d) = scheduled_product(16, 16, 32, True)
+    built = tvm.compile(module, target=tvm.target.Target(EMULATED))["main"]
+    a, b = integers(rng, m, d), integers(rng, d, n)
+    results = [run(built, a, b, np.full((m, n), fill, np.float32)) for fill in (np.nan, 1e30, 0)]
+    for result in results:
+        np.testing.assert_array_equal(result, results[-1])
+
+
+@pytest.mark.parametrize("target", [EMULATED, REAL], ids=["emulated", "real"])
+def test_tiles_are_configured_once_per_worker(target):
+    module, _ = scheduled_product(32, 32, 64, False)
+    text = tvm.compile(module, target=tvm.target.Target(target)).mod.inspect_source("asm")
+    words = text.split()
+    assert words.count("ldtilecfg") == words.count("tilerelease") == 1
+    # 4 blocks of C, 2 of depth; each of 2 x 2 x 2 tile products. LLVM may unroll, never duplicate.
+    assert 8 <= words.count("tdpbf16ps") <= 64 and words.count("tdpbf16ps") % 8 == 0
+
+
+def test_interleaving_needs_no_scalar_moves():
+    module, _ = scheduled_product(16, 64, 32, False)
+    words = tvm.compile(module, target=tvm.target.Target(REAL)).mod.inspect_source("asm").split()
+    assert "vpermt2w" in words or "vpunpcklwd" in words
+    assert not SCALAR_MOVES & set(words)
+
+
+@pytest.mark.parametrize("sizes", [(1, 16, 32), (16, 1, 32), (16, 16, 16), (16, 16, 0), (16, 16, 48), (48, 48, 32)])
+def test_impossible_products_are_refused(sizes):
+    with pytest.raises(ValueError, match="bf16_product: .*{} x {} x {}".format(*sizes)):
+        amx.bf16_product(*sizes)
+
+
+@pytest.mark.parametrize("columns", [0, 8, 20])
+def test_impossible_interleavings_are_refused(columns):
+    with pytest.raises(ValueError, match=f"interleave_rows: got {columns} columns"):
+        amx.interleave_rows(columns)
