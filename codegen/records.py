@@ -222,12 +222,22 @@ def write_summary(root: Path, target: str) -> Path:
     )
     for path in sorted((root / target).glob(f"*/{RECORD_FILE}")):
         record = load(path)
+        roofline = "" if record.roofline_percent is None else f"{record.roofline_percent:.0f}"
         environment = record.environment
-        table.writerow((
-            record.workload, f"{record.us:.1f}", f"{record.default.us:.1f}", f"{record.default.us / record.us:.2f}",
-            "" if record.roofline_percent is None else f"{record.roofline_percent:.0f}", record.trials, sum(record.failures.values()), environment.cpu,
-            environment.cores, environment.date,
-        ))  # fmt: skip
+        table.writerow(
+            (
+                record.workload,
+                f"{record.us:.1f}",
+                f"{record.default.us:.1f}",
+                f"{record.default.us / record.us:.2f}",
+                roofline,
+                record.trials,
+                sum(record.failures.values()),
+                environment.cpu,
+                environment.cores,
+                environment.date,
+            )
+        )
     return write_text(root / target / SUMMARY_FILE, text.getvalue())
 
 
