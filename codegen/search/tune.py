@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
 from tilewright.codegen import records, roofline
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
@@ -170,12 +172,21 @@ class _Search:
     _batch_seconds: list[float] = field(default_factory=list)
 
     def run(self) -> Result:
+        """Search, measure again, verify, record."""
+        folder = self.options.work / self.problem.target / self.problem.name
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / "lock", timeout=0):
+                return self._run(folder)
+        except Timeout:
+            raise TuneError(f"another search works in {folder}; wait for it or give another --work") from None
+
+    def _run(self, folder: Path) -> Result:
         from tilewright.codegen.search import strategy  # imports tvm
 
         problem, options = self.problem, self.options
         started = time.monotonic()
-        self.folder = options.work / problem.target / problem.name
-        self.shared = self.folder / "shared"
+        self.folder, self.shared = folder, folder / "shared"
         self.space = problem.space()
         self.environment = records.current_environment()
         self.old = self._old_record()
@@ -188,9 +199,13 @@ class _Search:
         self.builder.prepare(problem, self.shared)
         self.builder.settle()
         self.flops, self.bytes = self.runner.work(problem, self.shared)
-        limit = roofline.measure(problem.target).seconds(self.flops, self.bytes)
+        self.limit_us = None
+        try:
+            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
+        except roofline.RooflineError as error:
+            self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
-        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, limit * 1e6
+        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, self.limit_us
         self.row.deadline = self.search_until
         self._show()
 
@@ -408,7 +423,7 @@ class _Search:
             us=best.us,
             default=default,
             top=top,
-            roofline_percent=round(100 * self.row.limit_us / best.us, 1),
+            roofline_percent=None if self.limit_us is None else round(100 * self.limit_us / best.us, 1),
             trials=len(self.trials.done),
             failures=self.trials.failures(),
             seed=self.options.seed,
