@@ -39,9 +39,7 @@ def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     return tirx.Select(x > f32(-0.35), x * series - (weight(slope, tokens) - f32(1.0)), f32(0.0))
 
 
-def lightning_extend(
-    dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None
-) -> tirx.PrimFunc:
+def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None) -> tirx.PrimFunc:
     """Chunked extend over ragged requests.
 
     Args:
@@ -62,6 +60,7 @@ def lightning_extend(
     width = dv if columns is None else columns
     groups = 1 if columns is None else tirx.ceildiv(dv, columns)
     panels = tirx.ceildiv(width, panel)
+    key_panels = tirx.ceildiv(dk, panel)
     row_panels = chunk // panel
     chunks = 2**31 // chunk  # bound of the chunk index: positions are int32
     table = 2 * chunk + 8  # weight of t tokens at chunk + t, for t in [-chunk, chunk]; those below 0 are never used
@@ -105,7 +104,9 @@ def lightning_extend(
                     with T.sblock("load"):
                         vp, vd, ve = T.axis.remap("SSS", [p, d, e])
                         carry[vp, vd, ve] = T.if_then_else(
-                            state_indices[vb] >= 0 and has_initial_state[vb] != 0 and vg * width + vp * panel + ve < dv,
+                            state_indices[vb] >= 0
+                            and has_initial_state[vb] != 0
+                            and vg * width + vp * panel + ve < dv,
                             state[state_indices[vb], vh, vd, vg * width + vp * panel + ve],
                             T.float32(0),
                         )
@@ -114,10 +115,10 @@ def lightning_extend(
                         vc = T.axis.opaque(chunks, c)
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
-                        kd = T.sblock_alloc_buffer((chunk, dk), "float32")
+                        kd = T.sblock_alloc_buffer((key_panels, chunk, panel), "float32")
                         vt = T.sblock_alloc_buffer((panels, chunk, panel), "float32")
-                        raw = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
-                        score = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
+                        raw = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
+                        score = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
                         inter = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         intra = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         update = T.sblock_alloc_buffer((panels, dk, panel), "float32")
@@ -146,23 +147,15 @@ def lightning_extend(
                                 vt[vp, vj, ve] = T.if_then_else(
                                     vc * chunk + vj < qo_indptr[vb + 1] - qo_indptr[vb]
                                     and vg * width + vp * panel + ve < dv,
-                                    T.Cast(
-                                        "float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]
-                                    ),
+                                    T.Cast("float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
                             with T.sblock("k_decay"):
                                 vj, vd = T.axis.remap("SS", [j, d])
-                                kd[vj, vd] = (
-                                    kc[vj, vd]
-                                    * decay[
-                                        chunk
-                                        + T.max(
-                                            T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0
-                                        )
-                                    ]
-                                )
+                                kd[vd // panel, vj, vd % panel] = kc[vj, vd] * decay[
+                                    chunk + T.max(T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0)
+                                ]
                         for z in range(1):
                             with T.sblock("rest"):
                                 vz = T.axis.spatial(1, z)
@@ -173,14 +166,14 @@ def lightning_extend(
                             with T.sblock("raw"):
                                 vj, vp, vi, vd = T.axis.remap("SSSR", [j, p, i, d])
                                 with T.init():
-                                    raw[vj, vp, vi] = T.float32(0)
-                                raw[vj, vp, vi] = raw[vj, vp, vi] + kc[vj, vd] * qt[vp, vd, vi]
+                                    raw[vp, vj, vi] = T.float32(0)
+                                raw[vp, vj, vi] = raw[vp, vj, vi] + kc[vj, vd] * qt[vp, vd, vi]
                         for j, p, i in T.grid(chunk, row_panels, panel):
                             with T.sblock("score"):
                                 vj, vp, vi = T.axis.remap("SSS", [j, p, i])
-                                score[vj, vp, vi] = T.Select(
+                                score[vp, vj, vi] = T.Select(
                                     vj <= vp * panel + vi,
-                                    raw[vj, vp, vi] * decay[chunk + vp * panel + vi - vj],
+                                    raw[vp, vj, vi] * decay[chunk + vp * panel + vi - vj],
                                     T.float32(0),
                                 )
                         for i, p, e, d in T.grid(chunk, panels, panel, dk):
@@ -188,9 +181,7 @@ def lightning_extend(
                                 vi, vp, ve, vd = T.axis.remap("SSSR", [i, p, e, d])
                                 with T.init():
                                     inter[vi, vp, ve] = T.float32(0)
-                                inter[vi, vp, ve] = (
-                                    inter[vi, vp, ve] + qt[vi // panel, vd, vi % panel] * carry[vp, vd, ve]
-                                )
+                                inter[vi, vp, ve] = inter[vi, vp, ve] + qt[vi // panel, vd, vi % panel] * carry[vp, vd, ve]
                         for i, p, e, j in T.grid(chunk, panels, panel, chunk):
                             with T.sblock("intra"):
                                 vi, vp, ve, vj = T.axis.remap("SSSR", [i, p, e, j])
@@ -198,7 +189,7 @@ def lightning_extend(
                                     intra[vi, vp, ve] = T.float32(0)
                                 # The score of later tokens is 0; the condition keeps their NaN and infinities out.
                                 intra[vi, vp, ve] = intra[vi, vp, ve] + T.if_then_else(
-                                    vj <= vi, score[vj, vi // panel, vi % panel] * vt[vp, vj, ve], T.float32(0)
+                                    vj <= vi, score[vi // panel, vj, vi % panel] * vt[vp, vj, ve], T.float32(0)
                                 )
                         for i, p, e in T.grid(chunk, panels, panel):
                             with T.sblock("out"):
@@ -220,7 +211,7 @@ def lightning_extend(
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
                                 with T.init():
                                     update[vp, vd, ve] = T.float32(0)
-                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vj, vd] * vt[vp, vj, ve]
+                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
                         for p, d, e in T.grid(panels, dk, panel):
                             with T.sblock("carry"):
                                 vp, vd, ve = T.axis.remap("SSS", [p, d, e])
@@ -308,14 +299,7 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                 for s in range(T.min(state_indices[vb] + 1, 1)):
                     with T.sblock("step"):
                         vs = T.axis.opaque(1, s)
-                        T.reads(
-                            state_indices[vb],
-                            state[state_indices[vb], vh, 0:dk, 0:dv],
-                            qf[0:dk],
-                            kf[0:dk],
-                            vf[0:panels, 0:panel],
-                            weights[0:2],
-                        )
+                        T.reads(state_indices[vb], state[state_indices[vb], vh, 0:dk, 0:dv], qf[0:dk], kf[0:dk], vf[0:panels, 0:panel], weights[0:2])
                         T.writes(state_out[state_indices[vb], vh, 0:dk, 0:dv], sums[0:panels, 0:panel])
                         fresh = T.sblock_alloc_buffer((dk, panels, panel), "float32")
                         for d, p, e in T.grid(dk, panels, panel):
