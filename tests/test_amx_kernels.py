@@ -46,6 +46,8 @@ OTHERS = [
         {"chunk": 128, "block_q": 4, "qk_keys": 16, "qk_rows": 16, "pv_keys": 128, "pv_rows": 16},
     ),
     ("paged_extend-bf16-g4-d64", {"prefetch_k": 64, "prefetch_v": 16}),
+    # All eight tile registers, in two shapes.
+    ("paged_extend-bf16-g3-d64", {"qk_rows": 8, "qk_keys": 64, "pv_rows": 16, "pv_columns": 16}),
 ]
 
 
