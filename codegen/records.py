@@ -90,6 +90,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
         trials: candidates measured; failures: how many of them failed, by reason.
         curve: [trial, best us so far] at each improvement (times of the search itself, not interleaved).
         trace: the decisions as a MetaSchedule trace.
+        spread: greatest ratio of a finalist's median sample to its undisturbed time; well above 1 = a busy machine.
         replaced: set where a record of another machine gave way to this one.
     """
 
@@ -113,6 +114,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     verification: Verification
     trace: Any
     environment: Environment
+    spread: float
     replaced: Replaced | None = None
 
 

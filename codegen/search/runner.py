@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,11 +66,18 @@ class Runner:
             self._prepared = None
         return outcome
 
-    def compare(self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
-        """Time the contestants in one process, in turns, for `seconds` in all; undisturbed microseconds of each."""
+    def compare(
+        self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float
+    ) -> tuple[list[float], float]:
+        """Time the contestants in one process, in turns, for `seconds` in all.
+
+        Returns:
+            undisturbed microseconds of each; spread: the greatest ratio of a median to an undisturbed time.
+        """
         self._prepare(problem, shared)
         task = (problem, shared, list(contestants), seconds)
-        return list(self._value(self._one(_compare, task, seconds + self._seconds * len(contestants))))
+        times, spread = self._value(self._one(_compare, task, seconds + self._seconds * len(contestants)))
+        return times, spread
 
     def verify(self, problem: Problem, shared: Path, contestant: Contestant) -> Outcome:
         """Hold a candidate against the oracle; its value: (worst error as a share of the tolerance, cases)."""
@@ -149,7 +157,9 @@ def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: fl
     return _undisturbed(samples) * 1e6
 
 
-def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
+def _compare(
+    problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float
+) -> tuple[list[float], float]:
     case = _measured(problem, shared)
     calls = [_checked(case, contestant)[0] for contestant in contestants]
     numbers = [max(1, math.ceil(SAMPLE_SECONDS / _sample(call, 1))) for call in calls]
@@ -162,7 +172,8 @@ def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], 
         for index in order:
             samples[index].append(_sample(calls[index], numbers[index]))
         turn += 1
-    return [_undisturbed(values) * 1e6 for values in samples]
+    spread = max(statistics.median(values) / _undisturbed(values) for values in samples)
+    return [_undisturbed(values) * 1e6 for values in samples], spread
 
 
 def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:

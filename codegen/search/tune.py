@@ -28,6 +28,7 @@ BATCH = 16  # candidates between two rounds of learning
 FINALISTS = 8
 FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
 COMPARE_SECONDS = 12.0
+BUSY = 1.3  # spread of the samples above which the times mean little
 TIE = 0.02  # a record from elsewhere gives way only to what is faster by more than this
 
 
@@ -379,7 +380,9 @@ class _Search:
             contestants = [self._contestant(decisions) for decisions in finalists]
             seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))
             try:
-                return finalists, self.runner.compare(self.problem, self.shared, contestants, seconds)
+                times, spread = self.runner.compare(self.problem, self.shared, contestants, seconds)
+                self.spread = round(spread, 2)
+                return finalists, times
             except RuntimeError:
                 if attempt:
                     raise
@@ -431,6 +434,7 @@ class _Search:
             verification=verification,
             trace=space.plain_trace(space.scheduled(self.space, best.decisions)),
             environment=self.environment,
+            spread=self.spread,
             replaced=replaced,
         )
         path = records.write(self.options.records, record)
@@ -449,6 +453,11 @@ class _Search:
     def _finish(self, result: Result, gain: float) -> Result:
         self._show(f"{gain:.2f}x")
         self.progress.note(result.message)
+        if self.spread > BUSY:
+            self.progress.note(
+                f"{self.problem.name}: the machine was busy (median {self.spread:.1f} x the undisturbed time): "
+                "search again on an idle one before trusting these times"
+            )
         return result
 
     def _old_record(self) -> records.Record | None:

@@ -31,6 +31,7 @@ def make(workload=WORKLOAD, **changes):
         "seed": 3,
         "curve": [(1, 1500.0), (7, 1000.0)],
         "verification": records.Verification(0.3, 3),
+        "spread": 1.04,
         "trace": [[["GetSBlock", [], ["root", "main"], ["b0"]]], []],
         "environment": records.Environment("Some CPU (1/2/3)", 2, "3.11.0", {"torch": "2.13.0"}, "2025-01-31"),
     }

@@ -30,7 +30,7 @@ from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.progress import Progress, Row
 from tilewright.codegen.search.runner import Runner
 from tilewright.codegen.search.trials import Trial, Trials
-from tilewright.codegen.search.tune import Options, Stop, tune, tune_with
+from tilewright.codegen.search.tune import BUSY, Options, Stop, tune, tune_with
 from tilewright.codegen.search.worker import Interrupted, Pool, WorkerError
 from tilewright.schedules.spaces import Space
 from tilewright.schedules.targets import TARGETS
@@ -134,6 +134,8 @@ def test_the_record_says_what_was_found(faulty):
     assert [us for _, us in record.curve] == sorted((us for _, us in record.curve), reverse=True)
     assert 0 <= record.verification.error <= 1
     assert record.verification.cases == 2
+    assert record.spread >= 1
+    assert ("the machine was busy" in faulty[2]) == (record.spread > BUSY)
     from tvm.s_tir import Schedule, Trace
 
     schedule = Schedule(definition())  # the trace replays on the definition
