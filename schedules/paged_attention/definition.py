@@ -170,7 +170,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
         return te.compute((W, Hk, chunks, C, width), row, name=name)
 
-    chunks = tirx.ceildiv(columns, C)  # an upper bound; the kernel runs the item's own number (lowering.TRIP)
+    chunks = tirx.ceildiv(columns, C)  # a stand-in: the kernel runs each item's own number (lowering.TRIP)
     query_token = lambda w, r: tirx.min(tirx.floordiv(r, G), items[w, Q_LEN].astype("int64") - 1)  # noqa: E731
 
     Qg = te.compute(

@@ -234,7 +234,7 @@ def schedule_merge(workload: Workload) -> tirx.PrimFunc:
     def count(_: str, loops: list[tirx.For]) -> tirx.Expr:
         return buffers["rows"][tirx.floordiv(loops[0].loop_var, heads), states.COUNT].astype("int64")
 
-    return lowering.trip_counts(func, count)
+    return lowering.trip_counts(func, count, exact=("states",))
 
 
 def schedule_write(workload: Workload) -> tirx.PrimFunc:
@@ -434,4 +434,4 @@ def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
         zero = tirx.const(0, "int64")
         return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
 
-    return lowering.trip_counts(lowering.prefetches(func, hint), count)
+    return lowering.trip_counts(lowering.prefetches(func, hint), count, exact=("chunks",))
