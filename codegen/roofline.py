@@ -44,11 +44,11 @@ def measure(target: str, threads: int | None = None) -> Limits:
         threads: how many work at the same time; None, or more than there are: one for every usable core.
 
     Raises:
-        RooflineError: the C compiler (CC, default cc) is missing or fails.
-        ValueError: nothing is known about the target's instructions.
+        RooflineError: the C compiler (CC, default cc) is missing or fails, or the peak of the target's instructions is
+            not known how to measure.
     """
     if target not in FLAGS:
-        raise ValueError(f"target: got {target!r}, its peak is measured for {', '.join(FLAGS)}")
+        raise RooflineError(f"{target}: its peak cannot be measured yet, only that of {', '.join(FLAGS)}")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "roofline.so"
         command = [

@@ -16,6 +16,7 @@ Nothing here is legal to run before the operating system has been asked for perm
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 
 from tvm import DataType, tirx
@@ -62,7 +63,7 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
         order = [(row, column) for column in column_tiles for row in row_tiles]
     else:
         order = [(row, column) for row in row_tiles for column in column_tiles]
-    if not product_fits(rows, columns):
+    if not products_fit((rows, columns)):
         raise ValueError(f"bf16_product: {size} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
     def description() -> None:
@@ -105,10 +106,23 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
     return _register(name, description, implementation)
 
 
-def product_fits(rows: int, columns: int) -> bool:
-    """Whether a `bf16_product` holds no more tiles at once than there are registers."""
-    row_tiles, column_tiles = len(_tiles(rows)), len(_tiles(columns))
-    return row_tiles * column_tiles + min(row_tiles, column_tiles) + 1 <= TILE_REGISTERS
+def products_fit(*sizes: tuple[int, int]) -> bool:
+    """Whether one function can hold `bf16_product`s of these (rows, columns).
+
+    A product keeps all tiles of C, those of the shorter side of a step in depth, and one of the other side. A register
+    has one shape for the whole function, so products share registers only where their tiles have the same shape. LLVM
+    does not spill its way out of more: it ends the process.
+    """
+    needed: Counter[tuple[int, int]] = Counter()
+    for rows, columns in sizes:
+        row_tiles, column_tiles = ([size for _, size in _tiles(extent)] for extent in (rows, columns))
+        held = Counter((m, n) for m in row_tiles for n in column_tiles)
+        left, right = [(m, TILE_WORDS) for m in row_tiles], [(TILE_ROWS, n) for n in column_tiles]
+        kept, streamed = (left, right) if len(left) <= len(right) else (right, left)
+        held.update(kept)
+        held.update(set(streamed))
+        needed |= held
+    return needed.total() <= TILE_REGISTERS
 
 
 @functools.cache

@@ -1,14 +1,16 @@
 """Lightning attention: the recurrence S_t = exp(-a) S_(t-1) + k_t^T v_t, out_t = scale q_t S_t, per request and head.
 
-Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space splits,
-moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks nor
-data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so the
-definitions are functional: they read an old state and write a new one. `in_place` makes the two one buffer afterwards.
+Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space
+splits, moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks
+nor data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so
+the definitions are functional: they read an old state and write a new one. `in_place` makes the two one afterwards.
 
 The maths, the reasons for its form and a picture of the layouts are in README.md beside this file.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -18,7 +20,7 @@ from tilewright.schedules.vector_math import LOG2_E, exp2, f32
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
 
-Size = int | tirx.Var
+Size: TypeAlias = "int | tirx.Var"
 
 
 def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
@@ -29,8 +31,8 @@ def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
 def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     """What `weight` lost to rounding: weight + weight_rest is exp(-slope * tokens) to far better than f32.
 
-    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole request
-    where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
+    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole
+    request where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
     """
     x = slope * f32(-1.0) * tirx.Cast("float32", tokens)
     series = f32(1 / 5040)
@@ -54,9 +56,10 @@ def lightning_extend(
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (p, i, d),
-        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), rest, raw (j, p, i | d), score (j, p, i), inter (i, p, e | d),
-        intra (i, p, e | j), out (i, p, e), update (p, d, e | j), carry (p, d, e).
+        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (i, d),
+        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), q_turn (p, i, d), rest, raw (j, p, i | d),
+        score (j, p, i), inter (i, p, e | d), intra (i, p, e | j), out (i, p, e), update (p, d, e | j),
+        carry (p, d, e).
     """
     io_dtype = TVM_DTYPE[dtype]
     width = dv if columns is None else columns
@@ -112,24 +115,25 @@ def lightning_extend(
                 for c in range((qo_indptr[vb + 1] - qo_indptr[vb] + (chunk - 1)) // chunk):
                     with T.sblock("chunk"):
                         vc = T.axis.opaque(chunks, c)
+                        qc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         kd = T.sblock_alloc_buffer((chunk, dk), "float32")
                         vt = T.sblock_alloc_buffer((panels, chunk, panel), "float32")
-                        raw = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
-                        score = T.sblock_alloc_buffer((chunk, row_panels, panel), "float32")
+                        raw = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
+                        score = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
                         inter = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         intra = T.sblock_alloc_buffer((chunk, panels, panel), "float32")
                         update = T.sblock_alloc_buffer((panels, dk, panel), "float32")
                         rest = T.sblock_alloc_buffer((1,), "float32")
                         carry_out = T.sblock_alloc_buffer((panels, dk, panel), "float32")
                         # Rows beyond the request are zero: their memory may hold anything, and 0 * NaN is NaN.
-                        for p, i, d in T.grid(row_panels, panel, dk):
+                        for i, d in T.grid(chunk, dk):
                             with T.sblock("q_gather"):
-                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
-                                qt[vp, vd, vi] = T.if_then_else(
-                                    vc * chunk + vp * panel + vi < qo_indptr[vb + 1] - qo_indptr[vb],
-                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vp * panel + vi, vh, vd]),
+                                vi, vd = T.axis.remap("SS", [i, d])
+                                qc[vi, vd] = T.if_then_else(
+                                    vc * chunk + vi < qo_indptr[vb + 1] - qo_indptr[vb],
+                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vi, vh, vd]),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
@@ -163,6 +167,10 @@ def lightning_extend(
                                         )
                                     ]
                                 )
+                        for p, i, d in T.grid(row_panels, panel, dk):
+                            with T.sblock("q_turn"):
+                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
+                                qt[vp, vd, vi] = qc[vp * panel + vi, vd]
                         for z in range(1):
                             with T.sblock("rest"):
                                 vz = T.axis.spatial(1, z)
@@ -173,14 +181,14 @@ def lightning_extend(
                             with T.sblock("raw"):
                                 vj, vp, vi, vd = T.axis.remap("SSSR", [j, p, i, d])
                                 with T.init():
-                                    raw[vj, vp, vi] = T.float32(0)
-                                raw[vj, vp, vi] = raw[vj, vp, vi] + kc[vj, vd] * qt[vp, vd, vi]
+                                    raw[vp, vj, vi] = T.float32(0)
+                                raw[vp, vj, vi] = raw[vp, vj, vi] + kc[vj, vd] * qt[vp, vd, vi]
                         for j, p, i in T.grid(chunk, row_panels, panel):
                             with T.sblock("score"):
                                 vj, vp, vi = T.axis.remap("SSS", [j, p, i])
-                                score[vj, vp, vi] = T.Select(
+                                score[vp, vj, vi] = T.Select(
                                     vj <= vp * panel + vi,
-                                    raw[vj, vp, vi] * decay[chunk + vp * panel + vi - vj],
+                                    raw[vp, vj, vi] * decay[chunk + vp * panel + vi - vj],
                                     T.float32(0),
                                 )
                         for i, p, e, d in T.grid(chunk, panels, panel, dk):
@@ -188,9 +196,7 @@ def lightning_extend(
                                 vi, vp, ve, vd = T.axis.remap("SSSR", [i, p, e, d])
                                 with T.init():
                                     inter[vi, vp, ve] = T.float32(0)
-                                inter[vi, vp, ve] = (
-                                    inter[vi, vp, ve] + qt[vi // panel, vd, vi % panel] * carry[vp, vd, ve]
-                                )
+                                inter[vi, vp, ve] = inter[vi, vp, ve] + qc[vi, vd] * carry[vp, vd, ve]
                         for i, p, e, j in T.grid(chunk, panels, panel, chunk):
                             with T.sblock("intra"):
                                 vi, vp, ve, vj = T.axis.remap("SSSR", [i, p, e, j])
@@ -198,7 +204,7 @@ def lightning_extend(
                                     intra[vi, vp, ve] = T.float32(0)
                                 # The score of later tokens is 0; the condition keeps their NaN and infinities out.
                                 intra[vi, vp, ve] = intra[vi, vp, ve] + T.if_then_else(
-                                    vj <= vi, score[vj, vi // panel, vi % panel] * vt[vp, vj, ve], T.float32(0)
+                                    vj <= vi, score[vi // panel, vj, vi % panel] * vt[vp, vj, ve], T.float32(0)
                                 )
                         for i, p, e in T.grid(chunk, panels, panel):
                             with T.sblock("out"):
@@ -251,8 +257,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for slot -1), out (p, e);
-        inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
+        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for
+        slot -1), out (p, e); inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
     """
     io_dtype = TVM_DTYPE[dtype]
     panels = tirx.ceildiv(dv, panel)
@@ -307,7 +313,7 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                         weights[vz] = T.Select(vz == 0, weight(slopes[vh], 1), weight_rest(slopes[vh], 1))
                 for s in range(T.min(state_indices[vb] + 1, 1)):
                     with T.sblock("step"):
-                        vs = T.axis.opaque(1, s)
+                        T.axis.opaque(1, s)
                         T.reads(
                             state_indices[vb],
                             state[state_indices[vb], vh, 0:dk, 0:dv],
@@ -355,8 +361,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 def in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Make every buffer `x_out` one with the buffer `x`, parameter or workspace, after scheduling.
 
-    Sound because every element of the old state is read for the last time by the block that writes the same element of the
-    new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
+    Sound because every element of the old state is read for the last time by the block that writes the same element
+    of the new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
 

@@ -11,22 +11,52 @@ multiple of the vector length; what the extra rows compute is not stored.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
+import tvm
 from tvm import s_tir, tirx
 
 from tilewright.schedules import lowering
 from tilewright.schedules.intrinsics import amx
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
-from tilewright.schedules.spaces import x86_paged
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, paged_x86
+from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
 HALVES = 32  # bf16 in one
 MOST_ROWS = 256
+
+
+def space(workload: Workload, target: Target) -> Space:
+    """The space of a specialised bf16 kernel.
+
+    Raises:
+        UnsupportedWorkload: another dtype, a general kernel, or head dims that do not fill tiles.
+    """
+    if not workload.operator.startswith("paged") or workload.dtype != "bf16" or workload.general:
+        raise UnsupportedWorkload(f"{workload.name} for {target.name}: tiles serve specialised paged attention in bf16")
+    group, (dim, dim_vo) = _group(workload), _dims(workload)
+    if dim % 32 or dim_vo % 16 or group > MOST_ROWS // 8:
+        raise UnsupportedWorkload(
+            f"{workload.name} for {target.name}: tiles take head_dim_qk in multiples of 32, head_dim_vo in "
+            f"multiples of 16, a group of at most {MOST_ROWS // 8}"
+        )
+
+    def representative() -> tirx.PrimFunc:
+        chosen = default(workload)
+        sizes = {"num_kv_heads": 8, "num_items": 64, "num_tokens": 64 * chosen["block_q"]}
+        return paged_attention(workload, _shape(workload, chosen, **sizes))
+
+    return Space(
+        choices=choices(workload),
+        default=default(workload),
+        legal=lambda decisions: legal(workload, decisions),
+        module=lambda decisions: tvm.IRModule({workload.operator: schedule(workload, decisions)}),
+        plan=lambda n: {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": n["chunk"]},
+        representative=representative,
+    )
 
 
 def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
@@ -38,7 +68,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     a row's prefetch and its copy, 0 = none.
     """
     group = _group(workload)
-    tokens = (1,)
+    tokens: tuple[int, ...] = (1,)
     if workload.operator == "paged_extend":
         tokens = tuple(n for n in (4, 8, 16, 32, 64, 128) if 16 <= n * group <= MOST_ROWS and n * group % 16 == 0)
     rows = tuple(n for n in (8, 16, 32, 64) if any(_rows(workload, t) % n == 0 for t in tokens))
@@ -60,7 +90,7 @@ def default(workload: Workload) -> dict[str, int]:
     tokens = 1
     if workload.operator == "paged_extend":
         tokens = next(n for n in choices(workload)["block_q"] if n * _group(workload) >= 48)
-    rows = 16 if _rows(workload, tokens) % 16 == 0 else 8
+    rows = next(n for n in (32, 16, 8) if _rows(workload, tokens) % n == 0)
     columns = max(n for n in choices(workload)["pv_columns"] if n <= 32)
     decode = workload.operator == "paged_decode"
     return {
@@ -76,7 +106,7 @@ def default(workload: Workload) -> dict[str, int]:
     }
 
 
-def legal(workload: Workload, decisions: Mapping[str, int]) -> bool:
+def legal(workload: Workload, decisions: Decisions) -> bool:
     """Whether the decisions are values of `choices` that fit each other and the eight tile registers."""
     n = decisions
     values = choices(workload)
@@ -85,10 +115,10 @@ def legal(workload: Workload, decisions: Mapping[str, int]) -> bool:
     rows = _rows(workload, n["block_q"])
     if rows % n["qk_rows"] or rows % n["pv_rows"]:
         return False
-    return amx.product_fits(n["qk_keys"], n["qk_rows"]) and amx.product_fits(n["pv_rows"], n["pv_columns"])
+    return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
 
 
-def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> tirx.PrimFunc:
+def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.PrimFunc:
     """The kernel for `decisions`; `sizes` as of `PagedShape.of` (none: symbolic)."""
     n = decisions
     rows = _rows(workload, n["block_q"])
@@ -96,7 +126,7 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
     lanes = LANES if rows % LANES == 0 else LANES // 2
     # Every stage visits the same tiles of keys, as many as the item has: what lies behind them is never written.
     tile_keys = max(n["qk_keys"], n["pv_keys"])
-    shape = PagedShape.of(workload, rows // _group(workload), n["chunk"], **sizes)
+    shape = _shape(workload, n, **sizes)
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
     keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
@@ -112,7 +142,7 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
     pairs = sch.cache_read(value, 1, "global")
     sch.transform_layout(pairs, ("write", 0), lambda w, h, c, t, e: (w, h, c, t // 2, e, t % 2))
 
-    items = x86_paged._parallel_items(sch)
+    items = paged_x86.parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(sch.get_sblock(name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(sch.get_sblock("acc"))[-3:]
@@ -145,7 +175,7 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
         if distance:
             sch.annotate(gathered, PREFETCH, distance)
     _vectorize(sch, HALVES, keys, sch.get_sblock("Qg"))
-    _vectorize(sch, math.gcd(dim_vo, HALVES), values)
+    _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
     _vectorize(sch, lanes, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi")))
     _vectorize(sch, LANES, sch.get_sblock("acc"))
     tiles = [qk_tile, pv_tile, sch.split(p_key, [None, tile_keys])[0]]
@@ -179,7 +209,12 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{tile_keys}")
-    return lowering.prefetch_rows(x86_paged._trips(sch, shape))
+    return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape)
+
+
+def _shape(workload: Workload, decisions: Decisions, **sizes: int) -> PagedShape:
+    tokens = _rows(workload, decisions["block_q"]) // _group(workload)
+    return PagedShape.of(workload, tokens, decisions["chunk"], **sizes)
 
 
 def _group(workload: Workload) -> int:

@@ -51,7 +51,7 @@ batches = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 12)), max_size=5
 tilings = st.builds(Tiling, st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 8, 16]), st.sampled_from([1, 8, 20]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     batch=batches,
     gap=st.integers(0, 2),
@@ -170,17 +170,18 @@ def ranges_of_row(work, row):
     threads=st.sampled_from([1, 2, 64]),
     cut=st.integers(1, 4499),
     window=st.sampled_from([OFF, 700, 2500]),
-    block_q=st.sampled_from([1, 4, 16]),
+    block_q=st.sampled_from([1, 3, 16]),
 )
 def test_batch_invariant_split_points(others, threads, cut, window, block_q):
     """Casebook P40: which keys meet in an item does not depend on the rest of the batch, threads or chunking."""
     tiling, total = Tiling(block_q, 64, 128), 4500
+    split = {1: INVARIANT_SPLIT, 3: 2112, 16: INVARIANT_SPLIT}[block_q]  # whole chunks and whole blocks
     options = {"batch_invariant": True, "window": window}
     alone = plan(lengths_of([(0, total)]), tiling, threads=3, **options)
     second = plan(lengths_of([*others, (cut, total - cut)]), tiling, threads=threads, **options)
     base = sum(new for _, new in others)
-    for position in {cut, min(cut + 1, total - 1), total - 1, min(max(cut, INVARIANT_SPLIT), total - 1)}:
+    for position in {cut, min(cut + 1, total - 1), total - 1, min(max(cut, split), total - 1)}:
         one, two = ranges_of_row(alone, position), ranges_of_row(second, base + position - cut)
         seen = [[(low, min(high, position + 1), direct) for low, high, direct in each] for each in (one, two)]
         assert seen[0] == seen[1]
-        assert all(low % INVARIANT_SPLIT == 0 for low, *_ in one[1:])
+        assert all(low % split == 0 for low, *_ in one[1:])
