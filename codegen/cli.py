@@ -106,6 +106,7 @@ def list_command(target: str | None, missing: bool, verbose: bool, as_json: bool
     "--root", type=click.Path(file_okay=False, path_type=Path), help="Where; default: build/modules or the user cache."
 )
 @click.option("--force", is_flag=True, help="Build even what is up to date.")
+@click.option("--untuned", is_flag=True, help="Leave the committed records aside; needs a --root of its own.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Compiler processes (0.5 GB each).")
 @click.option("--dry-run", is_flag=True, help="Only say what would be built.")
 def build_command(
@@ -114,6 +115,7 @@ def build_command(
     targets: tuple[str, ...],
     root: Path | None,
     force: bool,
+    untuned: bool,
     jobs: int,
     dry_run: bool,
 ) -> None:
@@ -129,6 +131,10 @@ def build_command(
 
     if bool(workloads) == everything:
         raise click.UsageError("name workloads, or give --all (not both)")
+    if untuned and root is None:
+        raise click.UsageError(
+            "--untuned: give a --root; in the default one they would take the place of the tuned modules"
+        )
     try:
         named = [Workload.parse(name) for name in workloads]
     except WorkloadError as error:
@@ -136,7 +142,7 @@ def build_command(
     base = root or store.default_root()
     for target in dict.fromkeys(store.buildable_target() if name == "auto" else name for name in targets):
         todo = list(all_workloads(target)) if everything else named
-        pending = todo if force else build.stale(todo, target, base)
+        pending = todo if force else build.stale(todo, target, base, untuned=untuned)
         click.echo(f"{target}: {len(pending)} of {len(todo)} to build in {base / target}")
         if dry_run:
             for workload in pending:
@@ -152,7 +158,7 @@ def build_command(
             outcome = result.origin if isinstance(result, build.Built) else "FAILED"
             click.echo(f"  {count}/{total} {workload.name}: {outcome}")
 
-        build.build_all(todo, target, base, force=force, jobs=jobs, report=report)
+        build.build_all(todo, target, base, force=force, untuned=untuned, jobs=jobs, report=report)
 
 
 @main.command("doctor")

@@ -86,10 +86,11 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
         problem: the representative problem that was timed, in words; flops and bytes of one call of it.
         decisions, us: the schedule that is kept, and its undisturbed microseconds; default: the untuned one; top: the
             best few, best first. All measured interleaved in one process.
-        roofline_percent: of the machine's limit, min(compute, bandwidth) for flops and bytes.
+        roofline_percent: of the machine's limit, min(compute, bandwidth) for flops and bytes; None = not measured.
         trials: candidates measured; failures: how many of them failed, by reason.
         curve: [trial, best us so far] at each improvement (times of the search itself, not interleaved).
         trace: the decisions as a MetaSchedule trace.
+        spread: greatest ratio of a finalist's median sample to its undisturbed time; well above 1 = a busy machine.
         replaced: set where a record of another machine gave way to this one.
     """
 
@@ -105,7 +106,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     us: float
     default: Timed
     top: list[Timed]
-    roofline_percent: float
+    roofline_percent: float | None
     trials: int
     failures: dict[str, int]
     seed: int
@@ -113,6 +114,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     verification: Verification
     trace: Any
     environment: Environment
+    spread: float
     replaced: Replaced | None = None
 
 
@@ -222,12 +224,22 @@ def write_summary(root: Path, target: str) -> Path:
     )
     for path in sorted((root / target).glob(f"*/{RECORD_FILE}")):
         record = load(path)
+        roofline = "" if record.roofline_percent is None else f"{record.roofline_percent:.0f}"
         environment = record.environment
-        table.writerow((
-            record.workload, f"{record.us:.1f}", f"{record.default.us:.1f}", f"{record.default.us / record.us:.2f}",
-            f"{record.roofline_percent:.0f}", record.trials, sum(record.failures.values()), environment.cpu,
-            environment.cores, environment.date,
-        ))  # fmt: skip
+        table.writerow(
+            (
+                record.workload,
+                f"{record.us:.1f}",
+                f"{record.default.us:.1f}",
+                f"{record.default.us / record.us:.2f}",
+                roofline,
+                record.trials,
+                sum(record.failures.values()),
+                environment.cpu,
+                environment.cores,
+                environment.date,
+            )
+        )
     return write_text(root / target / SUMMARY_FILE, text.getvalue())
 
 

@@ -25,7 +25,7 @@ class RooflineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """f32 fused multiply-add peak (flop/s) and memory read bandwidth (byte/s) of all usable cores together."""
+    """f32 fused multiply-add peak (flop/s) and memory read bandwidth (byte/s) of some cores together."""
 
     flops: float
     bandwidth: float
@@ -36,15 +36,19 @@ class Limits:
 
 
 @functools.cache
-def measure(target: str) -> Limits:
+def measure(target: str, threads: int | None = None) -> Limits:
     """Measure this machine with the instructions of `target`; about a second, once a process.
 
+    Args:
+        target: by name.
+        threads: how many work at the same time; None, or more than there are: one for every usable core.
+
     Raises:
-        RooflineError: the C compiler (CC, default cc) is missing or fails.
-        ValueError: nothing is known about the target's instructions.
+        RooflineError: the C compiler (CC, default cc) is missing or fails, or the peak of the target's instructions is
+            not known how to measure.
     """
     if target not in FLAGS:
-        raise ValueError(f"target: got {target!r}, its peak is measured for {', '.join(FLAGS)}")
+        raise RooflineError(f"{target}: its peak cannot be measured yet, only that of {', '.join(FLAGS)}")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "roofline.so"
         command = [
@@ -68,7 +72,9 @@ def measure(target: str) -> Limits:
     flops.argtypes, flops.restype = [ctypes.c_double], ctypes.c_double
     reads.argtypes, reads.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_double], ctypes.c_double
 
-    block_bytes = max(BYTES // _threads(), LEAST_BYTES_PER_THREAD) // 256 * 256
+    usable = len(os.sched_getaffinity(0))
+    threads = min(threads or usable, usable)
+    block_bytes = max(BYTES // threads, LEAST_BYTES_PER_THREAD) // 256 * 256
 
     def read_own(ready: threading.Barrier) -> float:
         block = bytearray(block_bytes + 64)
@@ -81,15 +87,11 @@ def measure(target: str) -> Limits:
         ready.wait()
         return flops(SECONDS)
 
-    return Limits(flops=_all_cores(compute), bandwidth=_all_cores(read_own))
+    return Limits(flops=_together(compute, threads), bandwidth=_together(read_own, threads))
 
 
-def _threads() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _all_cores(work: Callable[[threading.Barrier], float]) -> float:
-    """The most that the usable cores reach together; ctypes lets go of Python's lock."""
-    ready = threading.Barrier(_threads())
-    with ThreadPoolExecutor(_threads()) as pool:
-        return max(sum(pool.map(work, [ready] * _threads())) for _ in range(ATTEMPTS))
+def _together(work: Callable[[threading.Barrier], float], threads: int) -> float:
+    """The most that so many threads reach together; ctypes lets go of Python's lock."""
+    ready = threading.Barrier(threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return max(sum(pool.map(work, [ready] * threads)) for _ in range(ATTEMPTS))

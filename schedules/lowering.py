@@ -59,12 +59,15 @@ def strided_parameters(func: tirx.PrimFunc, parameters: Mapping[str, bool]) -> t
     return tvm_ffi.structural_map(func, (Var, replace))
 
 
-def trip_counts(func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx.Expr]) -> tirx.PrimFunc:
+def trip_counts(
+    func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx.Expr], *, exact: Sequence[str] = ()
+) -> tirx.PrimFunc:
     """Give annotated loops data-dependent extents.
 
     A schedule needs loops of static or symbolic extent; a loop annotated `sch.annotate(loop, TRIP, kind)` gets the extent
-    min(extent, count(kind, enclosing loops, outermost first)). Sound only where the iterations cut off compute nothing that
-    is read later, which the caller states by annotating.
+    min(extent, count(kind, enclosing loops, outermost first)), or the count alone where the kind is in `exact` (the schedule's
+    extent was a stand-in). Sound only where the iterations cut off compute nothing that is read later, which the caller states
+    by annotating.
     """
     enclosing: list[tirx.For] = []
 
@@ -76,7 +79,8 @@ def trip_counts(func: tirx.PrimFunc, count: Callable[[str, list[tirx.For]], tirx
         enclosing.pop()
         extent = loop.extent
         if kind is not None:
-            extent = tirx.min(extent, count(str(kind), list(enclosing)).astype(str(extent.ty.dtype)))
+            wanted = count(str(kind), list(enclosing)).astype(str(extent.ty.dtype))
+            extent = wanted if str(kind) in exact else tirx.min(extent, wanted)
         return tirx.For(loop.loop_var, loop.min, extent, loop.kind, body, loop.thread_binding, annotations)
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))

@@ -61,7 +61,10 @@ def exp2(x: tirx.Expr) -> tirx.Expr:
     def guarded(x: tirx.Expr) -> tirx.Expr:
         # A comparison with NaN is false: the operand order keeps NaN alive where max() would drop it.
         clamped = tirx.Select(x < f32(-126.0), f32(-126.0), x)
-        value = _let("x", clamped, lambda y: _let("whole", tirx.nearbyint(y), lambda whole: normal(y, whole)))
+        # The nearest integer, by floor: TVM splits a vectorised loop with a nearbyint into scalars, and LLVM does not
+        # always find its way back.
+        nearest = lambda y: tirx.floor(y + f32(0.5))  # noqa: E731
+        value = _let("x", clamped, lambda y: _let("whole", nearest(y), lambda whole: normal(y, whole)))
         return tirx.Select(x < f32(-126.0), f32(0.0), value)
 
     return _let("exponent", x, guarded)

@@ -1,21 +1,26 @@
 """Paged attention kernels for AMX, run under the emulator against float64: the kernel interface, case by case.
 
-The modules are built from the same decisions as the real ones for a processor without AVX-512 (x86-amx-emulated).
+The modules are built from the same decisions as those of x86-amx, for a processor without AVX-512 (x86-amx-emulated).
 """
 
-import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import tvm
+from amx_emulator import hardware_runs_tiles
+from batches import make_decode_batch, make_paged_batch
 from tolerances import PAGED, assert_close, assert_lse_close
 
+from tilewright import decode_attention, extend_attention
+from tilewright.codegen.build import build, recorded_decisions
+from tilewright.runtime import dispatch, features, store
 from tilewright.schedules.spaces import UnsupportedWorkload, get_space
-from tilewright.schedules.spaces import paged_amx as paged
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
@@ -30,8 +35,8 @@ EXTEND = [
     "paged_extend-bf16-g1-d64",
     "paged_extend-bf16-g2-d64v96",
 ]
-# Decisions away from the default that change the structure: key tiles of the two products that differ either way, one chunk
-# of a single tile, other register blocks, rows that are no whole tiles.
+# Decisions away from the default that change the structure: key tiles of the two products that differ either way, a
+# chunk of a single tile, other register blocks, no or other prefetch.
 OTHERS = [
     ("paged_decode-bf16-g4-d64", {"chunk": 128, "qk_keys": 16, "pv_keys": 128, "pv_columns": 64, "prefetch_k": 0}),
     ("paged_decode-bf16-g4-d64", {"chunk": 128, "qk_keys": 64, "pv_keys": 32, "pv_columns": 16, "prefetch_v": 0}),
@@ -41,15 +46,17 @@ OTHERS = [
         {"chunk": 128, "block_q": 4, "qk_keys": 16, "qk_rows": 16, "pv_keys": 128, "pv_rows": 16},
     ),
     ("paged_extend-bf16-g4-d64", {"prefetch_k": 64, "prefetch_v": 16}),
+    # All eight tile registers, in two shapes.
+    ("paged_extend-bf16-g3-d64", {"qk_rows": 8, "qk_keys": 64, "pv_rows": 16, "pv_columns": 16}),
 ]
 
 
 @dataclass
 class Kernel:
-    """A built module and what its planner must know."""
+    """A loaded module and what its planner must know."""
 
     workload: Workload
-    function: object
+    function: Callable[..., None]
     block_q: int
     chunk: int
 
@@ -58,30 +65,37 @@ class Kernel:
         return self.workload.operator == "paged_extend"
 
 
-@functools.cache
-def build(name: str, changes: tuple[tuple[str, int], ...] = ()) -> Kernel:
+@pytest.fixture(scope="session")
+def emulated(amx_emulator):
+    """The process may load modules that want AMX."""
+    with features.emulated("amx_tile", "amx_bf16", "amx_int8"):
+        yield
+
+
+def load(name: str, changes: dict[str, int] | None = None, root: Path | None = None) -> Kernel:
+    """Build (unless it is up to date) and load a module from the decisions of x86-amx, `changes` applied."""
     workload = Workload.parse(name)
     space = get_space(workload, TARGET)
-    decisions = {**space.default, **dict(changes)}
+    decisions = {**(recorded_decisions(workload, "x86-amx") or space.default), **(changes or {})}
     assert space.legal(decisions)
-    built = tvm.compile(space.module(decisions), target=tvm.target.Target(get_target(TARGET).tvm))
-    plan = space.plan(decisions)
-    return Kernel(workload, built[workload.operator], plan["block_q"], plan["chunk"])
+    build(workload, TARGET, decisions, root)
+    module = store.load(workload, TARGET, root=root)
+    return Kernel(workload, module.function, module.plan["block_q"], module.plan["chunk"])
 
 
 @pytest.fixture(params=DECODE)
-def decode(request, amx_emulator) -> Kernel:
-    return build(request.param)
+def decode(request, emulated) -> Kernel:
+    return load(request.param)
 
 
 @pytest.fixture(params=EXTEND)
-def extend(request, amx_emulator) -> Kernel:
-    return build(request.param)
+def extend(request, emulated) -> Kernel:
+    return load(request.param)
 
 
 @pytest.fixture(params=[DECODE[0], EXTEND[0]])
-def kernel(request, amx_emulator) -> Kernel:
-    return build(request.param)
+def kernel(request, emulated) -> Kernel:
+    return load(request.param)
 
 
 @dataclass
@@ -313,10 +327,10 @@ def test_extend_splits(extend):
 
 
 @pytest.mark.parametrize("name, changes", OTHERS)
-@pytest.mark.parametrize("window", [OFF, 40])
-def test_other_decisions(amx_emulator, name, changes, window):
-    built = build(name, tuple(changes.items()))
-    check(*batch_and_items(built), Options(window=window))
+def test_other_decisions(emulated, tmp_path, name, changes):
+    batch, items = batch_and_items(load(name, changes, tmp_path))
+    for window in (OFF, 40):
+        check(batch, items, Options(window=window))
 
 
 def test_options_change_the_result(kernel):
@@ -356,7 +370,44 @@ def test_tile_instructions_ran(kernel, amx_emulator):
     q, results = outputs(batch, items)
     before = amx_emulator.counts()
     call(batch, items, q, results, Options())
-    assert amx_emulator.counts().instructions > before.instructions + 100
+    if not hardware_runs_tiles():
+        assert amx_emulator.counts().instructions > before.instructions + 100
+
+
+# ---- through the public functions ----
+
+
+@pytest.fixture
+def preferred(emulated, monkeypatch):
+    """The emulated modules first, then those of x86-avx2, as the store would choose on a machine with AMX."""
+    for name in ("merge-bf16", "write_kv-bf16"):
+        build(Workload.parse(name), "x86-avx2")
+    monkeypatch.setattr(store, "candidate_targets", lambda _=None: [get_target(TARGET), get_target("x86-avx2")])
+    dispatch.kernel.cache_clear()
+    yield
+    dispatch.kernel.cache_clear()
+
+
+def test_decode_attention(preferred, amx_emulator):
+    load(DECODE[0])
+    batch = make_decode_batch([1, 40, 700], num_qo_heads=8, num_kv_heads=2, dim=128, dtype=torch.bfloat16)
+    out, lse = decode_attention(*batch.decode_arguments(), window=600, return_lse=True)
+    wanted, wanted_lse = batch.expected(decode=True, window=600)
+    assert_close(out, wanted, TOLERANCE)
+    assert_lse_close(lse, wanted_lse, TOLERANCE)
+
+
+def test_extend_attention(preferred, amx_emulator):
+    load(EXTEND[0])
+    batch = make_paged_batch([0, 33, 300], [40, 17, 5], num_qo_heads=8, num_kv_heads=2, dim=128, dtype=torch.bfloat16)
+    out, lse = extend_attention(*batch.extend_arguments(), logit_cap=20.0, return_lse=True)
+    wanted, wanted_lse = batch.expected(decode=False, logit_cap=20.0)
+    assert_close(out, wanted, TOLERANCE)
+    assert_lse_close(lse, wanted_lse, TOLERANCE)
+
+
+def test_the_store_never_chooses_the_emulated_target(emulated):
+    assert TARGET not in [target.name for target in store.candidate_targets()]
 
 
 # ---- the space ----
@@ -378,9 +429,8 @@ def test_space_is_consistent(name, target):
 
 
 def test_both_targets_get_the_same_schedule():
-    work = Workload.parse(DECODE[0])
-    modules = [get_space(work, target).module(paged.default(work)) for target in ("x86-amx", TARGET)]
-    tvm.ir.assert_structural_equal(*modules)
+    spaces = [get_space(Workload.parse(DECODE[0]), target) for target in ("x86-amx", TARGET)]
+    tvm.ir.assert_structural_equal(*(space.module(space.default) for space in spaces))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Lightning attention in eager torch, as well as it can be written there: what `make bench` compares with.
 
-Both work in f32 inside (the matrix products of half types are slower on CPUs without them, and less exact) and update the
+All work in f32 inside (matrix products of half types are slower on CPUs without them, and less exact) and update the
 state in place without gathering it, which a serving loop could not even do.
 """
 
@@ -54,7 +54,7 @@ def extend_looped(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor
 
 
 def _weights(slopes: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decays within a chunk: [H, chunk, chunk] of key j in row i, [H, chunk, 1] of rows and of keys, [H, 1, 1] of all."""
+    """Decays of a chunk: [H, chunk, chunk] of key j in row i, [H, chunk, 1] of rows and of keys, [H, 1, 1] of all."""
     steps = torch.arange(chunk, dtype=torch.float32)
     distance = steps[:, None] - steps[None, :]
     slope = slopes[:, None, None]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.schedules.catalog import TUNE_PRESET
+from tilewright.schedules.catalog import TUNE_PRESET, all_workloads
 from tilewright.schedules.targets import TARGETS
 from tilewright.schedules.workload import Workload, WorkloadError
 
@@ -58,7 +58,7 @@ def command(
         chosen = [Workload.parse(name) for name in workloads] or list(TUNE_PRESET)
     except WorkloadError as error:
         raise click.UsageError(str(error)) from error
-    name = resolve_target(target)
+    targets = [choose_target(workload, target) for workload in chosen]
     _check_installed()
 
     from rich.console import Console
@@ -83,30 +83,33 @@ def command(
         work=work,
         builders=min(len(os.sched_getaffinity(0)), MOST_BUILDERS),
     )
-    again = resume_command(chosen, name, options)
-    click.echo(f"target {name}; {again}")
+    again = resume_command(chosen, target, options)
+    click.echo(f"{again}\ntargets: {', '.join(sorted(set(targets)))}")
     rows = [Row(workload.name, trials) for workload in chosen]
     progress = Progress(Console(), rows)
     try:
         with progress.shown():
-            results = tune([WorkloadProblem(workload, name) for workload in chosen], options, progress, rows, Stop())
+            problems = [WorkloadProblem(workload, name) for workload, name in zip(chosen, targets, strict=True)]
+            results = tune(problems, options, progress, rows, Stop())
     except Interrupted:
         click.echo(f"stopped; all trials so far are in {work}. Go on with:\n  {again}")
         sys.exit(INTERRUPTED)
     except WorkerError as error:
         raise click.ClickException(str(error)) from error
-    click.echo("")
-    for result in results:
-        click.echo(result.message or f"{result.workload}: {result.error}")
+    if len(results) > 1:
+        click.echo("")
+        for result in results:
+            click.echo(result.message or f"{result.workload}: {result.error}")
     if any(result.error for result in results):
         sys.exit(1)
 
 
-def resolve_target(name: str) -> str:
-    """The target called `name`; for "auto" the best packaged one whose modules this CPU runs.
+def choose_target(workload: Workload, name: str) -> str:
+    """The target called `name`; for "auto" the best one that this CPU runs and that has such kernels.
 
     Raises:
-        click.ClickException: there is none.
+        click.UsageError: no such target.
+        click.ClickException: this CPU cannot run it, or none serves.
     """
     from tilewright.runtime.features import missing_features
 
@@ -119,9 +122,16 @@ def resolve_target(name: str) -> str:
                 f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"
             )
         return name
-    usable = [target for target in TARGETS.values() if target.packaged and not missing_features(target.features)]
+    kind = (workload.operator, workload.dtype)
+    usable = [
+        target
+        for target in TARGETS.values()
+        if target.packaged
+        and not missing_features(target.features)
+        and any((other.operator, other.dtype) == kind for other in all_workloads(target.name))
+    ]
     if not usable:
-        raise click.ClickException(f"--target auto: this CPU runs none of {', '.join(TARGETS)}")
+        raise click.ClickException(f"{workload.name}: this CPU runs no target that has {' '.join(kind)} kernels")
     return max(usable, key=lambda target: target.rank).name
 
 

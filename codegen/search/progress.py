@@ -20,7 +20,7 @@ class Row:
 
     Attributes:
         state: "waiting", "search", "re-measure", "verify", then the result in a few words.
-        limit_us: the least time the machine's measured limits allow; flops: of one call.
+        limit_us: the least time the machine's measured limits allow, None = unknown; flops: of one call.
         deadline: time.monotonic() at which the search ends at the latest.
     """
 
@@ -31,7 +31,7 @@ class Row:
     failures: int = 0
     best_us: float = float("inf")
     flops: float = 0.0
-    limit_us: float = 0.0
+    limit_us: float | None = None
     deadline: float = 0.0
     seconds_per_trial: float = 0.0
 
@@ -48,7 +48,7 @@ class Row:
             f"{self.trials}/{self.budget}",
             f"{self.best_us:.1f}" if known else "-",
             f"{self.flops / self.best_us * 1e-3:.1f}" if known else "-",
-            f"{100 * self.limit_us / self.best_us:.0f}" if known else "-",
+            f"{100 * self.limit_us / self.best_us:.0f}" if known and self.limit_us is not None else "-",
             str(self.failures),
             _clock(self._left()) if self.searching else self.state,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from tilewright.codegen.search.worker import Outcome, Pool
 SAMPLE_SECONDS = 1e-3
 MEASURE_SECONDS = 0.25
 MIN_SAMPLES, MAX_SAMPLES = 5, 60
+PREPARE_SECONDS = 180.0  # for inputs and float64 references
 HOPELESS = 4.0  # times the best: such a candidate is not worth more than one sample
 
 Contestant = tuple[Path, dict[str, int]]
@@ -41,6 +43,7 @@ class Runner:
     def __init__(self, seconds: float, log: Path, interrupted: Callable[[], bool]) -> None:
         self._seconds = seconds
         self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+        self._prepared: tuple[Problem, Path] | None = None
 
     def __enter__(self) -> Runner:
         return self
@@ -50,27 +53,46 @@ class Runner:
 
     def work(self, problem: Problem, shared: Path) -> tuple[float, float]:
         """Flops and bytes of one call of the measured case (which this prepares)."""
-        flops, moved = self._value(self._one(_work, (problem, shared), 60 + self._seconds))
+        flops, moved = self._value(self._one(_work, (problem, shared), PREPARE_SECONDS))
+        self._prepared = (problem, shared)
         return flops, moved
 
     def measure(self, problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> Outcome:
         """Check and time one candidate; the outcome's value is its undisturbed microseconds."""
+        self._prepare(problem, shared)
         outcome = self._one(_measure, (problem, shared, contestant, best_us), self._seconds)
         if outcome.reason == WrongResultError.reason:
             self._pool.restart()  # it may have written anywhere
+            self._prepared = None
         return outcome
 
-    def compare(self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
-        """Time the contestants in one process, in turns, for `seconds` in all; undisturbed microseconds of each."""
+    def compare(
+        self, problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float
+    ) -> tuple[list[float], float]:
+        """Time the contestants in one process, in turns, for `seconds` in all.
+
+        Returns:
+            undisturbed microseconds of each; spread: the greatest ratio of a median to an undisturbed time.
+        """
+        self._prepare(problem, shared)
         task = (problem, shared, list(contestants), seconds)
-        return list(self._value(self._one(_compare, task, seconds + self._seconds * len(contestants))))
+        times, spread = self._value(self._one(_compare, task, seconds + self._seconds * len(contestants)))
+        return times, spread
 
     def verify(self, problem: Problem, shared: Path, contestant: Contestant) -> Outcome:
         """Hold a candidate against the oracle; its value: (worst error as a share of the tolerance, cases)."""
-        return self._one(_verify, (problem, shared, contestant), 60 + 10 * self._seconds)
+        return self._one(_verify, (problem, shared, contestant), PREPARE_SECONDS)
+
+    def _prepare(self, problem: Problem, shared: Path) -> None:
+        """Make the measured case in a worker that has started anew, outside of any candidate's time."""
+        if self._prepared != (problem, shared):
+            self.work(problem, shared)
 
     def _one(self, function: Callable[..., object], task: tuple[object, ...], seconds: float) -> Outcome:
-        return next(outcome for _, outcome in self._pool.map(function, [task], seconds))
+        outcome = next(outcome for _, outcome in self._pool.map(function, [task], seconds))
+        if outcome.reason in ("crashed", "timed out"):
+            self._prepared = None
+        return outcome
 
     def _value(self, outcome: Outcome) -> Any:
         if outcome.reason:
@@ -135,7 +157,9 @@ def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: fl
     return _undisturbed(samples) * 1e6
 
 
-def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float) -> list[float]:
+def _compare(
+    problem: Problem, shared: Path, contestants: Sequence[Contestant], seconds: float
+) -> tuple[list[float], float]:
     case = _measured(problem, shared)
     calls = [_checked(case, contestant)[0] for contestant in contestants]
     numbers = [max(1, math.ceil(SAMPLE_SECONDS / _sample(call, 1))) for call in calls]
@@ -148,7 +172,8 @@ def _compare(problem: Problem, shared: Path, contestants: Sequence[Contestant], 
         for index in order:
             samples[index].append(_sample(calls[index], numbers[index]))
         turn += 1
-    return [_undisturbed(values) * 1e6 for values in samples]
+    spread = max(statistics.median(values) / _undisturbed(values) for values in samples)
+    return [_undisturbed(values) * 1e6 for values in samples], spread
 
 
 def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
 from tilewright.codegen import records, roofline
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
@@ -26,6 +28,7 @@ BATCH = 16  # candidates between two rounds of learning
 FINALISTS = 8
 FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
 COMPARE_SECONDS = 12.0
+BUSY = 1.3  # spread of the samples above which the times mean little
 TIE = 0.02  # a record from elsewhere gives way only to what is faster by more than this
 
 
@@ -170,12 +173,21 @@ class _Search:
     _batch_seconds: list[float] = field(default_factory=list)
 
     def run(self) -> Result:
+        """Search, measure again, verify, record."""
+        folder = self.options.work / self.problem.target / self.problem.name
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / "lock", timeout=0):
+                return self._run(folder)
+        except Timeout:
+            raise TuneError(f"another search works in {folder}; wait for it or give another --work") from None
+
+    def _run(self, folder: Path) -> Result:
         from tilewright.codegen.search import strategy  # imports tvm
 
         problem, options = self.problem, self.options
         started = time.monotonic()
-        self.folder = options.work / problem.target / problem.name
-        self.shared = self.folder / "shared"
+        self.folder, self.shared = folder, folder / "shared"
         self.space = problem.space()
         self.environment = records.current_environment()
         self.old = self._old_record()
@@ -188,9 +200,13 @@ class _Search:
         self.builder.prepare(problem, self.shared)
         self.builder.settle()
         self.flops, self.bytes = self.runner.work(problem, self.shared)
-        limit = roofline.measure(problem.target).seconds(self.flops, self.bytes)
+        self.limit_us = None
+        try:
+            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
+        except roofline.RooflineError as error:
+            self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
-        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, limit * 1e6
+        self.row.state, self.row.flops, self.row.limit_us = "search", self.flops, self.limit_us
         self.row.deadline = self.search_until
         self._show()
 
@@ -364,7 +380,9 @@ class _Search:
             contestants = [self._contestant(decisions) for decisions in finalists]
             seconds = min(COMPARE_SECONDS, max((self.deadline - time.monotonic()) / 2, 1.0))
             try:
-                return finalists, self.runner.compare(self.problem, self.shared, contestants, seconds)
+                times, spread = self.runner.compare(self.problem, self.shared, contestants, seconds)
+                self.spread = round(spread, 2)
+                return finalists, times
             except RuntimeError:
                 if attempt:
                     raise
@@ -408,7 +426,7 @@ class _Search:
             us=best.us,
             default=default,
             top=top,
-            roofline_percent=round(100 * self.row.limit_us / best.us, 1),
+            roofline_percent=None if self.limit_us is None else round(100 * self.limit_us / best.us, 1),
             trials=len(self.trials.done),
             failures=self.trials.failures(),
             seed=self.options.seed,
@@ -416,6 +434,7 @@ class _Search:
             verification=verification,
             trace=space.plain_trace(space.scheduled(self.space, best.decisions)),
             environment=self.environment,
+            spread=self.spread,
             replaced=replaced,
         )
         path = records.write(self.options.records, record)
@@ -434,6 +453,11 @@ class _Search:
     def _finish(self, result: Result, gain: float) -> Result:
         self._show(f"{gain:.2f}x")
         self.progress.note(result.message)
+        if self.spread > BUSY:
+            self.progress.note(
+                f"{self.problem.name}: the machine was busy (median {self.spread:.1f} x the undisturbed time): "
+                "search again on an idle one before trusting these times"
+            )
         return result
 
     def _old_record(self) -> records.Record | None:

@@ -1,14 +1,16 @@
 """Lightning attention: the recurrence S_t = exp(-a) S_(t-1) + k_t^T v_t, out_t = scale q_t S_t, per request and head.
 
-Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space splits,
-moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks nor
-data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so the
-definitions are functional: they read an old state and write a new one. `in_place` makes the two one buffer afterwards.
+Each operator's algebra stands here once, for every target, without a schedule: blocks over named axes that a space
+splits, moves and vectorises. It is TVMScript and not TE because TE has neither the sequential recurrence over chunks
+nor data-dependent trip counts. Every scope has one writer per buffer, which is what lets schedule primitives apply, so
+the definitions are functional: they read an old state and write a new one. `in_place` makes the two one afterwards.
 
 The maths, the reasons for its form and a picture of the layouts are in README.md beside this file.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -18,7 +20,7 @@ from tilewright.schedules.vector_math import LOG2_E, exp2, f32
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
 
-Size = int | tirx.Var
+Size: TypeAlias = "int | tirx.Var"
 
 
 def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
@@ -29,8 +31,8 @@ def weight(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
 def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     """What `weight` lost to rounding: weight + weight_rest is exp(-slope * tokens) to far better than f32.
 
-    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole request
-    where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
+    A state is multiplied by a weight once a chunk or token, so a rounding of the weight compounds over the whole
+    request where the state lives long. Zero for decays below 0.7, which forget faster than an error can compound.
     """
     x = slope * f32(-1.0) * tirx.Cast("float32", tokens)
     series = f32(1 / 5040)
@@ -39,7 +41,9 @@ def weight_rest(slope: tirx.Expr, tokens: tirx.Expr) -> tirx.Expr:
     return tirx.Select(x > f32(-0.35), x * series - (weight(slope, tokens) - f32(1.0)), f32(0.0))
 
 
-def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None) -> tirx.PrimFunc:
+def lightning_extend(
+    dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, columns: int | None = None
+) -> tirx.PrimFunc:
     """Chunked extend over ragged requests.
 
     Args:
@@ -52,15 +56,15 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (p, i, d),
-        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), rest, raw (j, p, i | d), score (j, p, i), inter (i, p, e | d),
-        intra (i, p, e | j), out (i, p, e), update (p, d, e | j), carry (p, d, e).
+        Blocks, outermost first: sequence (b, h, g) > decay, load, chunk (c), store; inside chunk: q_gather (i, d),
+        k_gather (j, d), v_gather (p, j, e), k_decay (j, d), q_turn (p, i, d), rest, raw (j, p, i | d),
+        score (j, p, i), inter (i, p, e | d), intra (i, p, e | j), out (i, p, e), update (p, d, e | j),
+        carry (p, d, e).
     """
     io_dtype = TVM_DTYPE[dtype]
     width = dv if columns is None else columns
     groups = 1 if columns is None else tirx.ceildiv(dv, columns)
     panels = tirx.ceildiv(width, panel)
-    key_panels = tirx.ceildiv(dk, panel)
     row_panels = chunk // panel
     chunks = 2**31 // chunk  # bound of the chunk index: positions are int32
     table = 2 * chunk + 8  # weight of t tokens at chunk + t, for t in [-chunk, chunk]; those below 0 are never used
@@ -104,18 +108,17 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                     with T.sblock("load"):
                         vp, vd, ve = T.axis.remap("SSS", [p, d, e])
                         carry[vp, vd, ve] = T.if_then_else(
-                            state_indices[vb] >= 0
-                            and has_initial_state[vb] != 0
-                            and vg * width + vp * panel + ve < dv,
+                            state_indices[vb] >= 0 and has_initial_state[vb] != 0 and vg * width + vp * panel + ve < dv,
                             state[state_indices[vb], vh, vd, vg * width + vp * panel + ve],
                             T.float32(0),
                         )
                 for c in range((qo_indptr[vb + 1] - qo_indptr[vb] + (chunk - 1)) // chunk):
                     with T.sblock("chunk"):
                         vc = T.axis.opaque(chunks, c)
+                        qc = T.sblock_alloc_buffer((chunk, dk), "float32")
                         qt = T.sblock_alloc_buffer((row_panels, dk, panel), "float32")
                         kc = T.sblock_alloc_buffer((chunk, dk), "float32")
-                        kd = T.sblock_alloc_buffer((key_panels, chunk, panel), "float32")
+                        kd = T.sblock_alloc_buffer((chunk, dk), "float32")
                         vt = T.sblock_alloc_buffer((panels, chunk, panel), "float32")
                         raw = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
                         score = T.sblock_alloc_buffer((row_panels, chunk, panel), "float32")
@@ -125,12 +128,12 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                         rest = T.sblock_alloc_buffer((1,), "float32")
                         carry_out = T.sblock_alloc_buffer((panels, dk, panel), "float32")
                         # Rows beyond the request are zero: their memory may hold anything, and 0 * NaN is NaN.
-                        for p, i, d in T.grid(row_panels, panel, dk):
+                        for i, d in T.grid(chunk, dk):
                             with T.sblock("q_gather"):
-                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
-                                qt[vp, vd, vi] = T.if_then_else(
-                                    vc * chunk + vp * panel + vi < qo_indptr[vb + 1] - qo_indptr[vb],
-                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vp * panel + vi, vh, vd]),
+                                vi, vd = T.axis.remap("SS", [i, d])
+                                qc[vi, vd] = T.if_then_else(
+                                    vc * chunk + vi < qo_indptr[vb + 1] - qo_indptr[vb],
+                                    T.Cast("float32", q[qo_indptr[vb] + vc * chunk + vi, vh, vd]),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
@@ -147,15 +150,27 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vt[vp, vj, ve] = T.if_then_else(
                                     vc * chunk + vj < qo_indptr[vb + 1] - qo_indptr[vb]
                                     and vg * width + vp * panel + ve < dv,
-                                    T.Cast("float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]),
+                                    T.Cast(
+                                        "float32", v[qo_indptr[vb] + vc * chunk + vj, vh, vg * width + vp * panel + ve]
+                                    ),
                                     T.float32(0),
                                 )
                         for j, d in T.grid(chunk, dk):
                             with T.sblock("k_decay"):
                                 vj, vd = T.axis.remap("SS", [j, d])
-                                kd[vd // panel, vj, vd % panel] = kc[vj, vd] * decay[
-                                    chunk + T.max(T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0)
-                                ]
+                                kd[vj, vd] = (
+                                    kc[vj, vd]
+                                    * decay[
+                                        chunk
+                                        + T.max(
+                                            T.min(chunk, qo_indptr[vb + 1] - qo_indptr[vb] - vc * chunk) - 1 - vj, 0
+                                        )
+                                    ]
+                                )
+                        for p, i, d in T.grid(row_panels, panel, dk):
+                            with T.sblock("q_turn"):
+                                vp, vi, vd = T.axis.remap("SSS", [p, i, d])
+                                qt[vp, vd, vi] = qc[vp * panel + vi, vd]
                         for z in range(1):
                             with T.sblock("rest"):
                                 vz = T.axis.spatial(1, z)
@@ -181,7 +196,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vi, vp, ve, vd = T.axis.remap("SSSR", [i, p, e, d])
                                 with T.init():
                                     inter[vi, vp, ve] = T.float32(0)
-                                inter[vi, vp, ve] = inter[vi, vp, ve] + qt[vi // panel, vd, vi % panel] * carry[vp, vd, ve]
+                                inter[vi, vp, ve] = inter[vi, vp, ve] + qc[vi, vd] * carry[vp, vd, ve]
                         for i, p, e, j in T.grid(chunk, panels, panel, chunk):
                             with T.sblock("intra"):
                                 vi, vp, ve, vj = T.axis.remap("SSSR", [i, p, e, j])
@@ -211,7 +226,7 @@ def lightning_extend(dtype: str, dk: Size, dv: Size, *, chunk: int, panel: int, 
                                 vp, vd, ve, vj = T.axis.remap("SSSR", [p, d, e, j])
                                 with T.init():
                                     update[vp, vd, ve] = T.float32(0)
-                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vd // panel, vj, vd % panel] * vt[vp, vj, ve]
+                                update[vp, vd, ve] = update[vp, vd, ve] + kd[vj, vd] * vt[vp, vj, ve]
                         for p, d, e in T.grid(panels, dk, panel):
                             with T.sblock("carry"):
                                 vp, vd, ve = T.axis.remap("SSS", [p, d, e])
@@ -242,8 +257,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 
     Returns:
         The function of docs/kernel-abi.md with one more parameter, `state_out`, before `scale`: see `in_place`.
-        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for slot -1), out (p, e);
-        inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
+        Blocks: token (b, h) > q_gather (d), k_gather (d), v_gather (p, e), weights, step (once, or never for
+        slot -1), out (p, e); inside step: fresh (d, p, e), store (d, p, e), read (p, e | d).
     """
     io_dtype = TVM_DTYPE[dtype]
     panels = tirx.ceildiv(dv, panel)
@@ -298,8 +313,15 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
                         weights[vz] = T.Select(vz == 0, weight(slopes[vh], 1), weight_rest(slopes[vh], 1))
                 for s in range(T.min(state_indices[vb] + 1, 1)):
                     with T.sblock("step"):
-                        vs = T.axis.opaque(1, s)
-                        T.reads(state_indices[vb], state[state_indices[vb], vh, 0:dk, 0:dv], qf[0:dk], kf[0:dk], vf[0:panels, 0:panel], weights[0:2])
+                        T.axis.opaque(1, s)
+                        T.reads(
+                            state_indices[vb],
+                            state[state_indices[vb], vh, 0:dk, 0:dv],
+                            qf[0:dk],
+                            kf[0:dk],
+                            vf[0:panels, 0:panel],
+                            weights[0:2],
+                        )
                         T.writes(state_out[state_indices[vb], vh, 0:dk, 0:dv], sums[0:panels, 0:panel])
                         fresh = T.sblock_alloc_buffer((dk, panels, panel), "float32")
                         for d, p, e in T.grid(dk, panels, panel):
@@ -339,8 +361,8 @@ def lightning_decode(dtype: str, dk: Size, dv: Size, *, panel: int) -> tirx.Prim
 def in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Make every buffer `x_out` one with the buffer `x`, parameter or workspace, after scheduling.
 
-    Sound because every element of the old state is read for the last time by the block that writes the same element of the
-    new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
+    Sound because every element of the old state is read for the last time by the block that writes the same element
+    of the new one: a schedule must keep `carry` behind `out`, and must not tile the two sides of a pair differently.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
 

@@ -170,7 +170,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
         return te.compute((W, Hk, chunks, C, width), row, name=name)
 
-    chunks = tirx.ceildiv(columns, C)  # an upper bound; the kernel runs the item's own number (lowering.TRIP)
+    chunks = tirx.ceildiv(columns, C)  # a stand-in: the kernel runs each item's own number (lowering.TRIP)
     query_token = lambda w, r: tirx.min(tirx.floordiv(r, G), items[w, Q_LEN].astype("int64") - 1)  # noqa: E731
 
     Qg = te.compute(
@@ -281,9 +281,9 @@ def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Ex
 
 
 def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
-    """Natural logarithm of the sum of exponentials; -inf for an empty row, NaN where a score was (log2 keeps none)."""
-    empty_or_nan = tirx.Select(total == f32(0.0), negative_infinity(), total)
-    return tirx.Select(total > f32(0.0), (maximum + log2(total)) * f32(LN_2), empty_or_nan)
+    # A NaN must not look like an empty state, which a merge ignores: comparisons have dropped it from the maximum.
+    known = tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
+    return tirx.Select(tirx.isnan(total), total, known)
 
 
 def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202

@@ -1,8 +1,9 @@
-"""Lightning attention on x86 vectors: register-tiled matrix products over packed panels, parallel over (request, head, columns).
+"""Lightning attention on x86 vectors: register-tiled products over packed panels, parallel over heads and columns.
 
-What makes it fast, all visible in the assembly: every product is accumulated in a "local" buffer of rows x panel floats that
-lives in vector registers over the whole reduction (8 to 12 of the 16 ymm), each step is one broadcast per row and one load per
-panel vector, and there is no horizontal sum. Panels are packed, so the B operand of a product is one contiguous stream.
+What makes it fast, all visible in the assembly: every product is accumulated in a "local" buffer of rows x panel floats
+that lives in vector registers over the whole reduction (8 to 12 of the 16 ymm), each step is one broadcast per row and
+one load per panel vector, and there is no horizontal sum. Panels are packed, so the B operand of a product is one
+contiguous stream.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Sequence
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Call
 from tvm.s_tir import Schedule
 
 from tilewright.schedules.lightning_attention import definition
-from tilewright.schedules.lowering import strided_parameters
+from tilewright.schedules.lowering import TRIP, strided_parameters, trip_counts
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
@@ -30,7 +31,7 @@ _EXTEND_STRIDES = dict.fromkeys(("q", "k", "v", "out", "state", "state_out"), Tr
 )
 _DECODE_STRIDES = dict.fromkeys(("q", "k", "v", "out", "state", "state_out"), True) | {"state_indices": False}
 
-_EXTEND_CHOICES = {
+_EXTEND_CHOICES: dict[str, tuple[int, ...]] = {
     "chunk": (32, 48, 64, 96, 128),  # tokens served by products at once; more = fewer state passes, more score work
     "panel": (8, 16, 32),  # columns of a register tile
     "rows": (2, 3, 4, 6, 8),  # token rows of a register tile: scores and outputs
@@ -41,7 +42,7 @@ _EXTEND_CHOICES = {
 _EXTEND_DEFAULT = {"chunk": 64, "panel": 16, "rows": 4, "state_rows": 4, "unroll": 1, "columns": 128}
 _EXTEND_GENERAL = {"chunk": 32, "panel": 16, "rows": 4, "state_rows": 1, "unroll": 1}
 
-_DECODE_CHOICES = {
+_DECODE_CHOICES: dict[str, tuple[int, ...]] = {
     "panel": (8, 16, 32, 64),  # columns of a register tile
     "rows": (1, 2, 4, 8),  # state rows walked together: one pass over the output sums for so many rows
 }
@@ -56,30 +57,29 @@ def space(workload: Workload, target: Target) -> Space:
         UnsupportedWorkload: not a lightning operator.
     """
     if workload.operator == "lightning_extend":
-        choices, default, general = _EXTEND_CHOICES, _EXTEND_DEFAULT, _EXTEND_GENERAL
+        choices, default, general = dict(_EXTEND_CHOICES), dict(_EXTEND_DEFAULT), _EXTEND_GENERAL
         make, legal = _extend, _extend_legal
     elif workload.operator == "lightning_decode":
-        choices, default, general = _DECODE_CHOICES, _DECODE_DEFAULT, _DECODE_GENERAL
+        choices, default, general = dict(_DECODE_CHOICES), dict(_DECODE_DEFAULT), _DECODE_GENERAL
         make, legal = _decode, _decode_legal
     else:
         raise UnsupportedWorkload(f"{workload.name}: lightning_x86 serves the lightning operators only")
 
-    if workload.general:
-        dk, dv = tirx.Var("dk", "int64"), tirx.Var("dv", "int64")
+    dk, dv = workload.head_dim_qk, workload.head_dim_vo
+    if dk is None or dv is None:
+        any_dk, any_dv = tirx.Var("dk", "int64"), tirx.Var("dv", "int64")
         return Space(
             choices={},
             default={},
             legal=lambda decisions: not decisions,
-            module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, dk, dv, general)}),
+            module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, any_dk, any_dv, general)}),
             plan=lambda decisions: {},
             representative=lambda: make(workload.dtype, 128, 128, default),
         )
-    dk, dv = workload.head_dim_qk, workload.head_dim_vo
     # Columns are split only into equal parts; a head dim that none of the sizes divides has one part.
     if "columns" in choices:
         parts = tuple(n for n in choices["columns"] if dv % n == 0) or (dv,)
-        choices = choices | {"columns": parts}
-        default = default | {"columns": parts[-1]}
+        choices["columns"], default["columns"] = parts, parts[-1]
     return Space(
         choices=choices,
         default=default,
@@ -119,26 +119,34 @@ def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Dec
     full_panels = isinstance(dv, int) and dv % panel == 0
     sch.parallel(sch.fuse(*sch.get_loops(block("sequence"))))
     _vectorize_split(sch, "decay")
+    p, j, e = sch.get_loops(block("v_gather"))
+    sch.reorder(j, p, e)  # row by row, as the tokens lie in memory
     for name in ("load", "store", "v_gather"):
         if full_panels:
             sch.vectorize(sch.get_loops(block(name))[-1])
     if isinstance(dk, int) and dk % LANES == 0:
-        for name in ("k_gather", "k_decay"):
+        for name in ("q_gather", "k_gather", "k_decay"):
             _vectorize_split(sch, name)
-        # Eight tokens of eight columns at a time: whole cache lines are read, vectors of tokens are written.
-        p, i, d = sch.get_loops(block("q_gather"))
+        p, i, d = sch.get_loops(block("q_turn"))
         (i, lane), (d, inner) = sch.split(i, [None, LANES]), sch.split(d, [None, LANES])
         sch.reorder(p, i, d, inner, lane)
         sch.unroll(inner)
         sch.vectorize(lane)
 
     j, p, i = sch.get_loops(block("score"))
-    _tile(sch, "score", ["raw"], p, j, i, decisions["rows"], unroll, vector=True)
+    tiles = _tile(sch, "score", ["raw"], p, j, i, decisions["rows"], unroll, vector=True)
+    sch.annotate(tiles, TRIP, "scores")
     i, p, e = sch.get_loops(block("out"))
     _tile(sch, "out", ["inter", "intra"], p, i, e, decisions["rows"], unroll, vector=full_panels)
     p, d, e = sch.get_loops(block("carry"))
     _tile(sch, "carry", ["update"], p, d, e, decisions["state_rows"], unroll, vector=True)
-    return causal_loops(definition.in_place(sch.mod["main"]))
+
+    def below_diagonal(kind: str, loops: list[tirx.For]) -> tirx.Expr:
+        """Tiles of keys that some row of a panel sees; `intra` reads no score of the others."""
+        rows = decisions["rows"]
+        return (loops[-1].loop_var * panel + panel + rows - 1) // rows
+
+    return trip_counts(causal_loops(definition.in_place(sch.mod["main"])), below_diagonal)
 
 
 def _vectorize_split(sch: Schedule, name: str) -> None:
@@ -155,8 +163,12 @@ def _tile(
     rows: int,
     unroll: int,
     vector: bool,
-) -> None:
-    """Compute `products` in registers, a tile of `rows` x one panel at a time, where `consumer` uses them."""
+) -> object:
+    """Compute `products` in registers, a tile of `rows` x one panel at a time, where `consumer` uses them.
+
+    Returns:
+        The loop over the tiles of a panel.
+    """
     outer, inner = sch.split(row, [None, rows])
     sch.reorder(panel, outer, inner, lane)
     depth = len(sch.get_loops(sch.get_sblock(consumer))) - 2
@@ -180,14 +192,15 @@ def _tile(
     sch.unroll(inner)
     if vector:
         sch.vectorize(lane)
+    return outer
 
 
 def causal_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Cut the reductions over keys at the diagonal: half of their work, and exact for non-finite values of later tokens.
+    """Cut the reductions over keys at the diagonal: half of their work, and exact for non-finite later tokens.
 
-    A loop annotated CAUSAL runs over key tiles as high as the row tile that encloses it. Tiles before the row tile's own
-    lie below the diagonal, so their condition is true; the row tile's own is the last, and once its two loops are unrolled
-    the condition is a constant for each product. Tiles after it are all zero.
+    A loop annotated CAUSAL runs over key tiles as high as the row tile that encloses it. Tiles before the row tile's
+    own lie below the diagonal, so their condition is true; the row tile's own is the last, and once its two loops are
+    unrolled the condition is a constant for each product. Tiles after it are all zero.
     """
     enclosing: list[tirx.For] = []
 

@@ -11,7 +11,6 @@ multiple of the vector length; what the extra rows compute is not stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tvm
@@ -21,7 +20,7 @@ from tilewright.schedules import lowering
 from tilewright.schedules.intrinsics import amx
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
-from tilewright.schedules.spaces import Space, UnsupportedWorkload, x86_paged
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, paged_x86
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -107,7 +106,7 @@ def default(workload: Workload) -> dict[str, int]:
     }
 
 
-def legal(workload: Workload, decisions: Mapping[str, int]) -> bool:
+def legal(workload: Workload, decisions: Decisions) -> bool:
     """Whether the decisions are values of `choices` that fit each other and the eight tile registers."""
     n = decisions
     values = choices(workload)
@@ -119,7 +118,7 @@ def legal(workload: Workload, decisions: Mapping[str, int]) -> bool:
     return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
 
 
-def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> tirx.PrimFunc:
+def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.PrimFunc:
     """The kernel for `decisions`; `sizes` as of `PagedShape.of` (none: symbolic)."""
     n = decisions
     rows = _rows(workload, n["block_q"])
@@ -143,7 +142,7 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
     pairs = sch.cache_read(value, 1, "global")
     sch.transform_layout(pairs, ("write", 0), lambda w, h, c, t, e: (w, h, c, t // 2, e, t % 2))
 
-    items = x86_paged._parallel_items(sch)
+    items = paged_x86.parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(sch.get_sblock(name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(sch.get_sblock("acc"))[-3:]
@@ -210,10 +209,10 @@ def schedule(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> 
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{tile_keys}")
-    return lowering.prefetch_rows(x86_paged._trips(sch, shape))
+    return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape)
 
 
-def _shape(workload: Workload, decisions: Mapping[str, int], **sizes: int) -> PagedShape:
+def _shape(workload: Workload, decisions: Decisions, **sizes: int) -> PagedShape:
     tokens = _rows(workload, decisions["block_q"]) // _group(workload)
     return PagedShape.of(workload, tokens, decisions["chunk"], **sizes)
 

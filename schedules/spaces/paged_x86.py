@@ -29,7 +29,7 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     """The register-tiled extend kernel (see the module's text)."""
     n = decisions
     sch = s_tir.Schedule(paged_attention(workload, shape))
-    items = _parallel_items(sch)
+    items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
 
@@ -95,14 +95,14 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
-    return _finish(sch, shape)
+    return finish(sch.mod["main"], shape)
 
 
 def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
     """The streaming decode kernel (see the module's text)."""
     n = decisions
     sch = s_tir.Schedule(paged_attention(workload, shape))
-    items = _parallel_items(sch)
+    items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
 
@@ -166,13 +166,13 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
     sch.annotate(key_m, PREFETCH, n["prefetch"])
-    return _finish(sch, shape)
+    return finish(sch.mod["main"], shape)
 
 
 def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
     """Any head dims and group: loops whose innermost dimension is dense, left to LLVM's vectoriser."""
     sch = s_tir.Schedule(paged_attention(workload, shape))
-    items = _parallel_items(sch)
+    items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
@@ -210,7 +210,7 @@ def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str,
         sch.annotate(outer, TRIP, f"keys:{tile}")
     sch.decompose_reduction(_block(sch, "acc"), chunk)
     sch.annotate(chunk, TRIP, "chunks")
-    return _finish(sch, shape)
+    return finish(sch.mod["main"], shape)
 
 
 def schedule_merge(workload: Workload) -> tirx.PrimFunc:
@@ -234,7 +234,7 @@ def schedule_merge(workload: Workload) -> tirx.PrimFunc:
     def count(_: str, loops: list[tirx.For]) -> tirx.Expr:
         return buffers["rows"][tirx.floordiv(loops[0].loop_var, heads), states.COUNT].astype("int64")
 
-    return lowering.trip_counts(func, count)
+    return lowering.trip_counts(func, count, exact=("states",))
 
 
 def schedule_write(workload: Workload) -> tirx.PrimFunc:
@@ -370,7 +370,8 @@ def _block(sch: s_tir.Schedule, name: str) -> Any:
     return sch.get_sblock(name)
 
 
-def _parallel_items(sch: s_tir.Schedule) -> Any:
+def parallel_items(sch: s_tir.Schedule) -> Any:
+    """Items and KV heads as one parallel loop, outermost; `finish` reads its variable."""
     w, h = sch.get_loops(_block(sch, "store"))
     fused = sch.fuse(w, h)
     sch.parallel(fused)
@@ -393,9 +394,9 @@ def _decompose(sch: s_tir.Schedule, name: str, loop: Any) -> None:
         sch.vectorize(last)
 
 
-def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
+def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
     """The passes after scheduling: each item's own number of chunks and key tiles; prefetch of the rows to come."""
-    func = lowering.inline_reducer_bindings(sch.mod["main"])
+    func = lowering.inline_reducer_bindings(func)
     buffers = {p.name: p for p in func.params}
     chunk_keys = tirx.const(shape.chunk, "int64")
     names = ("items", "req_to_token", "req_pool_indices", "kv_start", "window")
@@ -433,4 +434,4 @@ def _finish(sch: s_tir.Schedule, shape: PagedShape) -> tirx.PrimFunc:
         zero = tirx.const(0, "int64")
         return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
 
-    return lowering.trip_counts(lowering.prefetches(func, hint), count)
+    return lowering.trip_counts(lowering.prefetches(func, hint), count, exact=("chunks",))

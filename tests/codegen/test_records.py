@@ -31,6 +31,7 @@ def make(workload=WORKLOAD, **changes):
         "seed": 3,
         "curve": [(1, 1500.0), (7, 1000.0)],
         "verification": records.Verification(0.3, 3),
+        "spread": 1.04,
         "trace": [[["GetSBlock", [], ["root", "main"], ["b0"]]], []],
         "environment": records.Environment("Some CPU (1/2/3)", 2, "3.11.0", {"torch": "2.13.0"}, "2025-01-31"),
     }
@@ -59,12 +60,12 @@ def test_the_text_is_plain_sorted_and_newline_ended(tmp_path):
 def test_summary_is_generated_from_what_is_there(tmp_path):
     other = Workload("lightning_decode", "bf16", None, 128, 128)
     records.write(tmp_path, make())
-    records.write(tmp_path, make(other, us=500.0))
+    records.write(tmp_path, make(other, us=500.0, roofline_percent=None))
     summary = tmp_path / TARGET / "SUMMARY.csv"
     rows = list(csv.DictReader(summary.open()))
-    assert [(row["workload"], row["gain"], row["failures"]) for row in rows] == [
-        (other.name, "3.00", "3"),
-        (WORKLOAD.name, "1.50", "3"),
+    assert [(row["workload"], row["gain"], row["failures"], row["roofline_percent"]) for row in rows] == [
+        (other.name, "3.00", "3", ""),
+        (WORKLOAD.name, "1.50", "3", "62"),
     ]
     (tmp_path / TARGET / other.name / "record.json").unlink()
     records.write_summary(tmp_path, TARGET)

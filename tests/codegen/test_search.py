@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from filelock import FileLock
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))  # the workers inherit it
@@ -28,9 +30,10 @@ from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.progress import Progress, Row
 from tilewright.codegen.search.runner import Runner
 from tilewright.codegen.search.trials import Trial, Trials
-from tilewright.codegen.search.tune import Options, Stop, tune, tune_with
+from tilewright.codegen.search.tune import BUSY, Options, Stop, tune, tune_with
 from tilewright.codegen.search.worker import Interrupted, Pool, WorkerError
 from tilewright.schedules.spaces import Space
+from tilewright.schedules.targets import TARGETS
 from tilewright.schedules.workload import Workload
 
 FAILURES = {
@@ -131,6 +134,8 @@ def test_the_record_says_what_was_found(faulty):
     assert [us for _, us in record.curve] == sorted((us for _, us in record.curve), reverse=True)
     assert 0 <= record.verification.error <= 1
     assert record.verification.cases == 2
+    assert record.spread >= 1
+    assert ("the machine was busy" in faulty[2]) == (record.spread > BUSY)
     from tvm.s_tir import Schedule, Trace
 
     schedule = Schedule(definition())  # the trace replays on the definition
@@ -401,6 +406,16 @@ def test_a_missing_compiler_is_named(monkeypatch):
         roofline.measure.__wrapped__(TARGET)
 
 
+def test_a_target_whose_peak_is_unknown_is_still_searched(again, workers, monkeypatch):
+    monkeypatch.delitem(roofline.FLAGS, TARGET)
+    roofline.measure.cache_clear()
+    result, text = run(again, ToyProblem(faulty=True), workers, seconds=4.0)
+    assert result.record.roofline_percent is None
+    assert "peak cannot be measured" in text
+    assert "- % of roofline" in text
+    roofline.measure.cache_clear()
+
+
 def test_the_table_of_a_terminal_shows_every_column():
     rows = [Row("toy", 10, state="search", trials=3, failures=1, best_us=50.0, flops=1e6, limit_us=25.0)]
     text = io.StringIO()
@@ -456,6 +471,33 @@ def test_wrong_arguments_of_the_command_are_explained(arguments, says):
     outcome = CliRunner().invoke(command.command, arguments)
     assert outcome.exit_code == 2
     assert says in outcome.output
+
+
+def test_auto_takes_the_best_target_that_has_such_kernels(monkeypatch):
+    decode = Workload("paged_decode", "bf16", 4, 128, 128)
+    able = {"x86-avx2"}
+    names = {target.features: name for name, target in TARGETS.items()}
+    monkeypatch.setattr(
+        "tilewright.runtime.features.missing_features",
+        lambda features: () if names[features] in able else ("amx_tile",),
+    )
+    assert command.choose_target(decode, "auto") == "x86-avx2"
+    with pytest.raises(click.ClickException, match="no amx_tile"):
+        command.choose_target(decode, "x86-amx")
+    able.add("x86-amx")
+    assert command.choose_target(decode, "auto") == "x86-amx"
+    assert command.choose_target(Workload("paged_decode", "f32", 4, 128, 128), "auto") == "x86-avx2"
+    able.clear()
+    with pytest.raises(click.ClickException, match="runs no target"):
+        command.choose_target(decode, "auto")
+
+
+def test_two_searches_do_not_share_a_folder(tmp_path, workers):
+    folder = tmp_path / "work" / TARGET / "toy"
+    folder.mkdir(parents=True)
+    with FileLock(folder / "lock"):
+        result, _ = run(tmp_path, ToyProblem(), workers, trials=1, seconds=4.0)
+    assert "another search" in result.error
 
 
 def test_the_command_that_resumes_is_complete():

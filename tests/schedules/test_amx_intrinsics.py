@@ -206,3 +206,18 @@ def test_impossible_products_are_refused(sizes):
 def test_impossible_interleavings_are_refused(columns):
     with pytest.raises(ValueError, match=f"interleave_rows: got {columns} columns"):
         amx.interleave_rows(columns)
+
+
+@pytest.mark.parametrize(
+    "sizes, fits",
+    [
+        ([(32, 32)], True),  # 4 + 2 + 1
+        ([(64, 16)], True),  # 4 + 1 + 1
+        ([(48, 32)], False),  # 6 + 2 + 1
+        ([(32, 32), (32, 32)], True),  # the same registers twice
+        ([(64, 8), (16, 16)], True),  # 5 of 16 x 8 words and 1 of 16 x 16; 3 of 16 x 16
+        ([(64, 8), (8, 64)], False),  # 5 of 16 x 8, 5 of 8 x 16
+    ],
+)
+def test_tile_registers(sizes, fits):
+    assert amx.products_fit(*sizes) is fits

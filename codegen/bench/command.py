@@ -1,0 +1,198 @@
+"""`tilewright bench`. Everything heavy is imported when the command runs."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from tilewright.codegen.bench.cases import Case, Roots
+    from tilewright.codegen.bench.report import Row
+    from tilewright.codegen.roofline import Limits
+    from tilewright.runtime.store import Artifact
+
+ROUNDS, SECONDS = 20, 5.0
+QUICK_ROUNDS, QUICK_SECONDS = 7, 2.0
+COST_ROUNDS = 500
+COSTS = "host"
+
+
+@click.command(name="bench", context_settings={"show_default": True})
+@click.argument("filters", nargs=-1, metavar="[FILTER]...")
+@click.option("--quick", is_flag=True, help="The workloads that `make tune` tunes, fewer rounds, no host costs.")
+@click.option(
+    "--rounds", type=click.IntRange(2), help=f"Least rounds a row.  [default: {ROUNDS}, quick {QUICK_ROUNDS}]"
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    help=f"Least seconds of a row.  [default: {SECONDS:g}, quick {QUICK_SECONDS:g}]",
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool.  [default: torch's own choice]")
+@click.option("--untuned/--no-untuned", default=True, help="Time the untuned default schedules too, where a record is.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write everything here too.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a section for docs/benchmarks.md instead.")
+@click.option("--list", "only_list", is_flag=True, help="Only print the names that filters are matched against.")
+def command(
+    filters: tuple[str, ...],
+    quick: bool,
+    rounds: int | None,
+    seconds: float | None,
+    threads: int | None,
+    untuned: bool,
+    json_file: Path | None,
+    as_markdown: bool,
+    only_list: bool,
+) -> None:
+    """Time our kernels beside plain torch on the same data, in one process; how: docs/benchmarks.md.
+
+    FILTER keeps the rows whose name contains it, e.g. decode-bf16; "host" stands for the costs of a call.
+    """
+    import torch
+
+    from tilewright.codegen.bench import cases, machine, overhead, report
+    from tilewright.codegen.records import current_environment
+    from tilewright.runtime import env
+
+    chosen = [case for case in (cases.QUICK if quick else cases.CASES) if _kept(case.name, filters)]
+    with_costs = not quick and _kept(COSTS, filters)
+    if only_list:
+        click.echo("\n".join([case.name for case in chosen] + [COSTS] * with_costs))
+        return
+    if not chosen and not with_costs:
+        raise click.UsageError(f"no row's name contains {' or '.join(filters)}; see tilewright bench --list")
+    if env.CHECK.get():
+        raise click.UsageError(f"{env.CHECK.name}=1: checked mode is not what is to be timed; unset it")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    seconds = (QUICK_SECONDS if quick else SECONDS) if seconds is None else seconds
+
+    found = _find(chosen)
+    tuned = [case for case in chosen if untuned and found[case].manifest.origin != "default"]
+    root = _build_untuned({case.workload.name: found[case].target.name for case in tuned}) if tuned else None
+    limits = _limits([artifact.target.name for artifact in found.values()], torch.get_num_threads())
+    canary = machine.Canary()
+    rows, costs = [], []
+    with torch.no_grad(), cases.Roots(root) if root else nullcontext() as roots:
+        for case in chosen:
+            click.echo(f"{case.name} ...", err=True)
+            both = roots if case in tuned else None
+            rows.append(_row(case, found[case], both, limits, rounds=rounds, seconds=seconds))
+        if with_costs:
+            click.echo("costs of a call ...", err=True)
+            costs = [*overhead.call_costs(rounds=COST_ROUNDS, seconds=min(1.0, seconds)), overhead.load_cost()]
+    outcome = report.Report(
+        command=shlex.join(["tilewright", *sys.argv[1:]]),
+        machine=machine.describe(),
+        environment=current_environment(),
+        threads=torch.get_num_threads(),
+        flops=limits.flops if limits else None,
+        bandwidth=limits.bandwidth if limits else None,
+        others=canary.others(),
+        rows=rows,
+        costs=costs,
+    )
+    if json_file is not None:
+        json_file.write_text(outcome.to_json())
+    if as_markdown:
+        click.echo(report.markdown(outcome))
+    else:
+        report.show(outcome)
+
+
+def _kept(name: str, filters: tuple[str, ...]) -> bool:
+    return not filters or any(part in name for part in filters)
+
+
+def _find(chosen: list[Case]) -> dict[Case, Artifact]:
+    """The module that a call of each case would use.
+
+    Raises:
+        click.ClickException: some are missing. A general module in their place would say nothing about them.
+    """
+    from tilewright.codegen.bench import cases
+    from tilewright.runtime import store
+
+    needed = dict.fromkeys(workload for case in chosen for workload in cases.needed(case.workload))
+    found = {workload: store.find(workload).found for workload in needed}
+    missing = [workload.name for workload, artifact in found.items() if artifact is None]
+    if missing:
+        raise click.ClickException(
+            f"{len(missing)} modules are missing; build them: tilewright build {' '.join(missing)}"
+        )
+    return {case: artifact for case in chosen if (artifact := found[case.workload]) is not None}
+
+
+def _build_untuned(targets: dict[str, str]) -> Path:
+    """Build the named workloads from their default schedules into a root of their own; the root.
+
+    In a process of its own: the compiler's libraries must not be in the one that is timed.
+
+    Raises:
+        click.ClickException: there is no compiler, or it failed.
+    """
+    from importlib.util import find_spec
+
+    from tilewright.runtime import store
+
+    if find_spec("tvm") is None:
+        raise click.ClickException(
+            "apache-tvm: not installed, and the untuned schedules must be built: "
+            "pip install 'tilewright[tune]', or leave them out with --no-untuned"
+        )
+    root = store.default_root().parent / "untuned"
+    names = defaultdict(list)
+    for name, target in targets.items():
+        names[target].append(name)
+    for target, workloads in names.items():
+        arguments = ["build", *workloads, "--target", target, "--untuned", "--root", str(root)]
+        click.echo(shlex.join(["tilewright", *arguments]), err=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "tilewright.codegen.cli", *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise click.ClickException(f"the untuned schedules cannot be built:\n{done.stdout}{done.stderr}")
+    return root
+
+
+def _limits(targets: list[str], threads: int) -> Limits | None:
+    """The machine's limits with the instructions of the first target that they are known for."""
+    from tilewright.codegen import roofline
+
+    known = next((target for target in targets if target in roofline.FLAGS), None)
+    if known is None:
+        return None
+    try:
+        return roofline.measure(known, threads)
+    except roofline.RooflineError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _row(
+    case: Case, artifact: Artifact, roots: Roots | None, limits: Limits | None, *, rounds: int, seconds: float
+) -> Row:
+    from tilewright.codegen import roofline
+    from tilewright.codegen.bench import cases, protocol, report
+
+    setup = cases.set_up(case, roots=roots)
+    protocol.check(setup.contestants, setup.tolerances)
+    known = limits is not None and artifact.target.name in roofline.FLAGS
+    return report.Row(
+        name=case.name,
+        target=artifact.target.name,
+        origin=artifact.manifest.origin,
+        memory=setup.memory,
+        flops=setup.flops,
+        bytes=setup.bytes,
+        limit_us=1e6 * limits.seconds(setup.flops, setup.bytes) if limits is not None and known else None,
+        required=case.required,
+        contest=protocol.measure(setup.contestants, rounds=rounds, seconds=seconds),
+    )
