@@ -25,7 +25,7 @@ class Kernel:
     def __init__(self, module: store.Module) -> None:
         self.run = module.function
         plan = module.plan
-        self.tiling = Tiling(plan["block_q"], plan["chunk"], plan["min_split"]) if plan else None
+        self.tiling = Tiling(**plan) if plan else None
 
 
 @cache

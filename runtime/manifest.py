@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         definition_revision: schedules.workload.DEFINITION_REVISION then.
         features: CPU features, named as in /proc/cpuinfo, without which it must not be opened.
         files: name -> hash and size of every other file of the folder.
-        plan: what the planner must know (`block_q`, `chunk`, `min_split`).
+        plan: what the planner must know (`block_q`, `chunk`, `min_split`, `max_split`).
         origin: of the decisions: "tuned" (a record), "default" (the untuned schedule), "given" (by the builder).
         fingerprint: sha256 of what the build read: sources, decisions, compiler version.
     """

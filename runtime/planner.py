@@ -39,6 +39,8 @@ class Tiling(NamedTuple):
     block_q: int
     chunk: int
     min_split: int
+    max_split: int = 0
+    """Most keys of an item, 0 = no bound: heads of one short range are worked on while its pages are in reach."""
 
 
 class Lengths(NamedTuple):
@@ -95,31 +97,44 @@ def _pieces(lengths: Ints, size: Ints, min_split: int) -> Ints:
     return counts - short
 
 
+def _whole(lengths: Ints) -> tuple[Ints, Ints]:
+    return np.maximum(lengths, 1), np.ones_like(lengths)
+
+
+def _even_pieces(lengths: Ints, limit: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
+    """(piece size, number of pieces) of about one size each, none above `limit` but for a short rest."""
+    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
+    even = -(-lengths // np.maximum(-(-lengths // limit), 1))
+    size = np.maximum(-(-even // tiling.chunk) * tiling.chunk, smallest)
+    return size, _pieces(lengths, size, tiling.min_split)
+
+
+def _piece_lengths(lengths: Ints, size: Ints, counts: Ints) -> Ints:
+    owner, index = _expand(counts)
+    rest = lengths - (counts - 1) * size
+    return np.where(index == counts[owner] - 1, rest[owner], size[owner])
+
+
 def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, threads: int) -> tuple[Ints, Ints]:
     """(piece size in keys, number of pieces) of every query block, so that the threads end together.
 
     Tries whole blocks first, then pieces of at most a share of a thread's work that shrinks until the estimate is
     balanced; the coarsest good answer wins, for every split costs a partial state and a merge.
     """
-    whole = np.maximum(lengths, 1)
-    one = np.ones_like(lengths)
     costs = lengths * q_lens
     mean = float(costs.sum()) * num_kv_heads / threads
-    if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
-        return whole, one
-    best = (whole, one)
-    best_load = _longest_thread(costs, num_kv_heads, threads, mean)
     smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
+    longest = max(_round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
+    best = _even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
+    if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
+        return best
+    best_load = _longest_thread(_piece_lengths(lengths, *best) * q_lens[_expand(best[1])[0]], num_kv_heads, threads, mean)
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
         limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)
         limit = np.maximum(-(-limit // tiling.chunk) * tiling.chunk, smallest)
-        even = -(-lengths // np.maximum(-(-lengths // limit), 1))  # pieces of about one size
-        size = np.maximum(-(-even // tiling.chunk) * tiling.chunk, smallest)
-        counts = _pieces(lengths, size, tiling.min_split)
-        owner, index = _expand(counts)
-        rest = lengths - (counts - 1) * size
-        pieces = np.where(index == counts[owner] - 1, rest[owner], size[owner]) * q_lens[owner]
+        size, counts = _even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
+        pieces = _piece_lengths(lengths, size, counts) * q_lens[_expand(counts)[0]]
         load = _longest_thread(pieces, num_kv_heads, threads, mean)
         if load < best_load:
             best, best_load = (size, counts), load
@@ -151,7 +166,7 @@ def make_work(
         batch_invariant: cut query blocks and key ranges at fixed positions of the request, so that neither the rest
             of the batch, nor the threads, nor how the request was chunked changes what is added to what.
     """
-    block_q, chunk, min_split = tiling
+    block_q, chunk, min_split, _ = tiling
     first_pos = lengths.kv_lens - lengths.q_lens
     # Positions of a block are [first + k * block_q, ...): fixed multiples of block_q where invariant.
     lead = first_pos % block_q if batch_invariant else np.zeros_like(first_pos)

@@ -260,7 +260,7 @@ class PagedCase:
         keys = np.array([prefix + new for prefix, new in self._lengths.requests], np.int64)
         work = make_work(
             Lengths(keys, new, np.cumsum(new) - new),
-            Tiling(plan["block_q"], plan["chunk"], plan["min_split"]),
+            Tiling(**plan),
             causal=True,
             window=OFF,
             from_pool=self._decode,

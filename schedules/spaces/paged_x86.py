@@ -258,7 +258,12 @@ def space(workload: Workload, target: Target) -> Space:
         return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n))
 
     def plan(n: Decisions) -> dict[str, int]:
-        return {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": max(256, n["chunk"])}
+        return {
+            "block_q": n["block_q"],
+            "chunk": n["chunk"],
+            "min_split": max(256, n["chunk"]),
+            "max_split": n.get("max_split", 0),
+        }
 
     if workload.general:
         choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
@@ -279,9 +284,10 @@ def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
         "key_tile": (16, 32, 64),
         "qk_keys": (1, 2, 4),
         "pv_vectors": vectors,
-        "prefetch": (0, 8, 16, 32, 64),
+        "prefetch": (0, 16, 32, 64),
+        "max_split": (0, 512, 1024),
     }
-    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0], "prefetch": 0}
+    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0], "prefetch": 0, "max_split": 0}
     rows = workload.group or 1
 
     def legal(n: Decisions) -> bool:

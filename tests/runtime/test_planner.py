@@ -48,7 +48,13 @@ def computed_pairs(work, causal, window):
 
 
 batches = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 12)), max_size=5)
-tilings = st.builds(Tiling, st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 8, 16]), st.sampled_from([1, 8, 20]))
+tilings = st.builds(
+    Tiling,
+    st.sampled_from([1, 3, 4, 16]),
+    st.sampled_from([1, 8, 16]),
+    st.sampled_from([1, 8, 20]),
+    st.sampled_from([0, 8, 40]),
+)
 
 
 @settings(max_examples=100, deadline=None)
