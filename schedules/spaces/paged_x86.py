@@ -1,9 +1,9 @@
 """Paged attention on x86 SIMD: how the stages of the definition become loops.
 
-Extend is two register-tiled products per KV chunk, S^T = K Q^T and O = P V: the vector runs over query rows in the first and
-over value columns in the second, the other operand is a broadcast scalar, so nothing is transposed but Q, once per item.
-Decode has too few query rows for that: the first product runs over the head dim with a horizontal sum per (key, row), keys and
-values are converted on the way and never copied.
+Extend is two register-tiled products per KV chunk, S^T = K Q^T and O = P V: the vector runs over query rows in the
+first and over value columns in the second, the other operand is a broadcast scalar, so nothing is transposed but Q,
+once per item. Decode has too few query rows for that: the first product runs over the head dim with a horizontal sum
+per (key, row), keys and values are converted on the way and never copied.
 """
 
 from __future__ import annotations
