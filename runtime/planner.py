@@ -128,7 +128,9 @@ def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, thr
     best = _even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
         return best
-    best_load = _longest_thread(_piece_lengths(lengths, *best) * q_lens[_expand(best[1])[0]], num_kv_heads, threads, mean)
+    best_load = _longest_thread(
+        _piece_lengths(lengths, *best) * q_lens[_expand(best[1])[0]], num_kv_heads, threads, mean
+    )
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
         limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)

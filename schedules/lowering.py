@@ -1,6 +1,7 @@
 """Passes that a schedule cannot express, applied to PrimFuncs before `tvm.compile`.
 
-None of them changes what is computed for valid inputs: they state how parameters lie in memory and how often a loop runs.
+None of them changes what is computed for valid inputs: they state how parameters lie in memory, how often a loop runs
+and what to fetch ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from tvm.ir import Range
 from tvm.ir.expr import TensorLoad, Var
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.tirx import BufferRegion, IterVar
+
+# A block's statement, what it reads and what it writes; made from the buffers and the axes by name.
+Block = tuple[tirx.Stmt, list[BufferRegion], list[BufferRegion]]
+BlockBody = Callable[[Mapping[str, Var], Mapping[str, Var]], Block]
 
 TRIP = "tilewright.trip"
 PREFETCH = "tilewright.prefetch"
@@ -64,10 +69,10 @@ def trip_counts(
 ) -> tirx.PrimFunc:
     """Give annotated loops data-dependent extents.
 
-    A schedule needs loops of static or symbolic extent; a loop annotated `sch.annotate(loop, TRIP, kind)` gets the extent
-    min(extent, count(kind, enclosing loops, outermost first)), or the count alone where the kind is in `exact` (the schedule's
-    extent was a stand-in). Sound only where the iterations cut off compute nothing that is read later, which the caller states
-    by annotating.
+    A schedule needs loops of static or symbolic extent; a loop annotated `sch.annotate(loop, TRIP, kind)` gets the
+    extent min(extent, count(kind, enclosing loops, outermost first)), or the count alone where the kind is in `exact`
+    (the schedule's extent was a stand-in). Sound only where the iterations cut off compute nothing that is read
+    later, which the caller states by annotating.
     """
     enclosing: list[tirx.For] = []
 
@@ -89,7 +94,8 @@ def trip_counts(
 def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.Stmt]) -> tirx.PrimFunc:
     """Begin each iteration of loops annotated `sch.annotate(loop, PREFETCH, distance)` with a software prefetch.
 
-    `hint(distance, loops)` makes the statement; the last of `loops`, outermost first, is the annotated one. Distance 0 = none.
+    `hint(distance, loops)` makes the statement; the last of `loops`, outermost first, is the annotated one. Distance
+    0 = none.
     """
     enclosing: list[tirx.For] = []
 
@@ -109,10 +115,10 @@ def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.S
 def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Ask for the rows that a gather will copy later.
 
-    A loop annotated `sch.annotate(loop, PREFETCH, distance)` copies one row of a parameter an iteration; loops of static
-    extent inside it run along the row. Each iteration then also prefetches the cache lines of the row that lies
-    `distance` iterations ahead, past the loop's end too: the index expression must be valid there. A row chosen by
-    if_then_else is prefetched from where it will come.
+    A loop annotated `sch.annotate(loop, PREFETCH, distance)` copies one row of a parameter an iteration; loops of
+    static extent inside it run along the row. Each iteration then also prefetches the cache lines of the row that
+    lies `distance` iterations ahead, past the loop's end too: the index expression must be valid there. A row chosen
+    by if_then_else is prefetched from where it will come.
     """
 
     def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.For:
@@ -161,9 +167,9 @@ def _prefetch_row(copy: tirx.Stmt, values: dict[Var, tirx.Expr]) -> tirx.Stmt:
 def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Store the results of tuple reducers straight from their expressions.
 
-    A tuple reducer lowers to bindings of all new values, then their stores. TVM 0.27 vectorises a binding as a scalar loop,
-    which leaves the last lane's value in every lane. Stored in reverse order the bindings are not needed, as long as no value reads
-    a buffer stored before it; that is checked.
+    A tuple reducer lowers to bindings of all new values, then their stores. TVM 0.27 vectorises a binding as a scalar
+    loop, which leaves the last lane's value in every lane. Stored in reverse order the bindings are not needed, as
+    long as no value reads a buffer stored before it; that is checked.
 
     Raises:
         ValueError: a reducer's value reads an accumulator that a later component of the tuple has replaced.
@@ -205,7 +211,7 @@ def append_block(
     name: str,
     internal: Sequence[str],
     extents: Mapping[str, tirx.Expr | int],
-    body: Callable[[Mapping[str, Var], Mapping[str, Var]], tuple[tirx.Stmt, list[BufferRegion], list[BufferRegion]]],
+    body: BlockBody,
 ) -> tirx.PrimFunc:
     """Append one opaque block that consumes results of the function and writes parameters where it likes.
 
@@ -216,7 +222,8 @@ def append_block(
         name: of the block.
         internal: these parameters become buffers of the function's own.
         extents: the block's data-parallel axes, outermost first.
-        body: called with the buffers by name and the axes by name; gives the block's statement, what it reads and writes.
+        body: called with the buffers by name and the axes by name; gives the block's statement, what it reads and
+        writes.
     """
     buffers = {p.name: p for p in func.params if tirx.is_buffer_var(p)}
     computed = isinstance(func.body, SBlockRealize)  # else there are parameters only

@@ -1,7 +1,7 @@
 """Elementary functions as tensor expressions: plain multiply-adds and bit operations.
 
-`tirx.exp2` and its kin lower to one libm call per lane on x86; these vectorise on every SIMD width. All are f32, propagate NaN
-and are accurate to about 2 units in the last place on the ranges given.
+`tirx.exp2` and its kin lower to one libm call per lane on x86; these vectorise on every SIMD width. All are f32,
+propagate NaN and are accurate to about 2 units in the last place on the ranges given.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def exp2(x: tirx.Expr) -> tirx.Expr:
 
 
 def log2(x: tirx.Expr) -> tirx.Expr:
-    """log2(x) for normal x > 0. What it gives for 0, infinity and NaN is unspecified: guard them at the call."""
+    """The binary logarithm of a normal x > 0. Unspecified for 0, infinity and NaN: guard them at the call."""
     mantissa_bits = tirx.const(23, "int32")
 
     def of_parts(bits: tirx.Expr, exponent: tirx.Expr) -> tirx.Expr:

@@ -1,11 +1,12 @@
 """Paged softmax attention, the merge of partial states and the KV write, as tensor expressions.
 
-One definition for every target and phase: spaces schedule the stages, they never restate the maths. README.md derives it;
-docs/kernel-abi.md has the argument tables.
+One definition for every target and phase: spaces schedule the stages, they never restate the maths. README.md derives
+it; docs/kernel-abi.md has the argument tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,12 @@ class PageTable:
 
 
 def i64(value: tirx.Expr | int) -> tirx.Expr:
+    """As an int64 expression."""
     return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
 
 
 def finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
+    """What to subtract from exponents whose maximum this is."""
     # -inf - -inf is NaN: rows without a visible key are shifted by 0 instead.
     return tirx.Select(maximum == negative_infinity(), f32(0.0), maximum)
 
@@ -113,8 +116,9 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     Returns:
         An s_tir function with the arguments of docs/kernel-abi.md in call order and these blocks, to be scheduled:
-        Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible positions of a row), S (scores),
-        X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over chunks), F (normaliser), lse_row, store.
+        Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible positions of a row),
+        S (scores), X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over chunks), F (normaliser),
+        lse_row, store.
     """
     extend = workload.operator == "paged_extend"
     dtype = TVM_DTYPE[workload.dtype]
@@ -281,16 +285,17 @@ def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Ex
 
 
 def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+    """ln(sum of 2**score) of a state; -inf where it is empty, NaN where its sum is."""
     # A NaN must not look like an empty state, which a merge ignores: comparisons have dropped it from the maximum.
     known = tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
     return tirx.Select(tirx.isnan(total), total, known)
 
 
-def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
+def _store_rows(shape: PagedShape, dtype: str) -> lowering.BlockBody:
     """The block that scatters an item's rows: whole rows to out and lse, partial states to part_o and part_lse."""
     G, M, Dv = shape.group, shape.block_q * shape.group, shape.head_dim_vo
 
-    def body(buffers, axes):  # noqa: ANN001, ANN202
+    def body(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         w, h = axes["w"], axes["h"]
         items = buffers["items"]
         i, g = (tirx.Var(name, "int64") for name in ("i", "g"))
@@ -327,8 +332,10 @@ def _store_rows(shape: PagedShape, dtype: str):  # noqa: ANN202
 
 
 def loop(var: Var, extent: tirx.Expr | int, body: tirx.Stmt) -> tirx.Stmt:
+    """A serial int64 loop from 0."""
     return tirx.For(var, tirx.const(0, "int64"), i64(extent), tirx.ForKind.SERIAL, body)
 
 
-def region(buffer: Var, bounds: list[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
+def region(buffer: Var, bounds: Sequence[tuple[tirx.Expr | int, tirx.Expr | int]]) -> tirx.BufferRegion:
+    """Part of a buffer: (begin, extent) of every dimension."""
     return tirx.BufferRegion(buffer, [Range.from_min_extent(i64(begin), i64(extent)) for begin, extent in bounds])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tvm import te, tirx
 from tvm.ir.expr import Var
 
@@ -30,8 +32,8 @@ def merge(workload: Workload) -> tirx.PrimFunc:
         workload: operator "merge"; its dtype is that of `out`.
 
     Returns:
-        An s_tir function with the blocks L (states' LSE in base 2, -inf where empty), V (their values, 0 where empty), acc (the
-        monoid), F (normaliser), lse_row and store.
+        An s_tir function with the blocks L (states' LSE in base 2, -inf where empty), V (their values, 0 where empty),
+        acc (the monoid), F (normaliser), lse_row and store.
     """
     dtype = TVM_DTYPE[workload.dtype]
     P, H, Dv, R, T = (
@@ -71,7 +73,7 @@ def merge(workload: Workload) -> tirx.PrimFunc:
 
     func = te.create_prim_func([part_o, part_lse, rows, sinks, out, lse, acc_o, F, lse_row])
 
-    def store(buffers: dict[str, Var], axes: dict[str, Var]):  # noqa: ANN202
+    def store(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         r, h = axes["r"], axes["h"]
         e = tirx.Var("e", "int64")
         row = buffers["rows"][r, OUT_ROW].astype("int64")
@@ -112,7 +114,7 @@ def write_kv(workload: Workload) -> tirx.PrimFunc:
     loc = te.placeholder((T,), "int32", name="loc")
     func = te.create_prim_func([x, buffer, loc])
 
-    def store(buffers: dict[str, Var], axes: dict[str, Var]):  # noqa: ANN202
+    def store(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         t, h = axes["t"], axes["h"]
         d = tirx.Var("d", "int64")
         slot = buffers["loc"][t]

@@ -42,7 +42,8 @@ class Space:
         default: the untuned schedule; one of `choices` for each name.
         legal: cheap; combinations for which it is False are never built.
         module: decisions -> the scheduled, symbolic functions (tvm.IRModule), ready for tvm.compile.
-        plan: decisions -> what the planner must know of the module (`block_q`, `chunk`, `min_split`, `max_split`), {} where nothing.
+        plan: decisions -> what the planner must know of the module (`block_q`, `chunk`, `min_split`, `max_split`), {}
+        where nothing.
         representative: the definition with static shapes (tvm.tirx.PrimFunc), for MetaSchedule's context.
     """
 

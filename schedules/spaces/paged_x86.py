@@ -1,9 +1,9 @@
 """Paged attention on x86 SIMD: how the stages of the definition become loops.
 
-Extend is two register-tiled products per KV chunk, S^T = K Q^T and O = P V: the vector runs over query rows in the first and
-over value columns in the second, the other operand is a broadcast scalar, so nothing is transposed but Q, once per item.
-Decode has too few query rows for that: the first product runs over the head dim with a horizontal sum per (key, row), keys and
-values are converted on the way and never copied.
+Extend is two register-tiled products per KV chunk, S^T = K Q^T and O = P V: the vector runs over query rows in the
+first and over value columns in the second, the other operand is a broadcast scalar, so nothing is transposed but Q,
+once per item. Decode has too few query rows for that: the first product runs over the head dim with a horizontal sum
+per (key, row), keys and values are converted on the way and never copied.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def space(workload: Workload, target: Target) -> Space:
         }
 
     if workload.general:
-        choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
+        choices: Choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
         return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan, sizes)
     if decode:
         return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan, sizes)
@@ -405,8 +405,14 @@ def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
     func = lowering.inline_reducer_bindings(func)
     buffers = {p.name: p for p in func.params}
     chunk_keys = tirx.const(shape.chunk, "int64")
-    names = ("items", "req_to_token", "req_pool_indices", "kv_start", "window")
-    table = PageTable(*(buffers[name] for name in names), chunk_keys)
+    table = PageTable(
+        buffers["items"],
+        buffers["req_to_token"],
+        buffers["req_pool_indices"],
+        buffers["kv_start"],
+        buffers["window"],
+        chunk_keys,
+    )
 
     def item(loops: list[tirx.For]) -> tuple[tirx.Expr, tirx.Expr]:
         heads = shape.num_kv_heads
