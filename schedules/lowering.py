@@ -178,11 +178,11 @@ def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
     def visit(seq: tirx.SeqStmt) -> tirx.Stmt:
         bindings = [stmt for stmt in seq.seq if isinstance(stmt, tirx.Bind)]
         stores = [stmt for stmt in seq.seq if isinstance(stmt, tirx.BufferStore)]
-        if not bindings or len(bindings) != len(stores) or len(seq.seq) != 2 * len(stores):
-            return seq
+        values = [next((bind.value for bind in bindings if bind.var.same_as(store.value)), None) for store in stores]
+        if not bindings or len(seq.seq) != 2 * len(stores) or None in values:
+            return seq  # not a reducer
         result: list[tirx.Stmt] = []
-        for store in reversed(stores):
-            value = next(bind.value for bind in bindings if bind.var.same_as(store.value))
+        for store, value in reversed(list(zip(stores, values, strict=True))):
             for earlier in result:
                 if _reads(value, earlier.buffer):
                     raise ValueError(

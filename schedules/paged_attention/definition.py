@@ -116,9 +116,9 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     Returns:
         An s_tir function with the arguments of docs/kernel-abi.md in call order and these blocks, to be scheduled:
-        Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible positions of a row),
-        S (scores), X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over chunks), F (normaliser),
-        lse_row, store.
+        slot (of a key; decode), Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible
+        positions of a row), S (scores), X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over
+        chunks), F (normaliser), lse_row, store.
     """
     extend = workload.operator == "paged_extend"
     dtype = TVM_DTYPE[workload.dtype]
@@ -164,10 +164,10 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     def gather(buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int) -> te.Tensor:
         def row(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, d: tirx.Expr) -> tirx.Expr:
+            if not extend:
+                return buffer[slot[w, c, t].astype("int64"), h, d]
             j = table.position(w, table.offset(w, c, t))
             paged = buffer[table.slot(w, j), h, d]
-            if not extend:
-                return paged
             return tirx.if_then_else(
                 j < items[w, PREFIX].astype("int64"), paged, fresh[j + items[w, NEW_ROW].astype("int64"), h, d]
             )
@@ -175,6 +175,12 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         return te.compute((W, Hk, chunks, C, width), row, name=name)
 
     chunks = tirx.ceildiv(columns, C)  # a stand-in: the kernel runs each item's own number (lowering.TRIP)
+    # Decode looks a key's slot up once for all its columns; in extend the row may not be in the pool.
+    slot = te.compute(
+        (W, chunks, C),
+        lambda w, c, t: table.slot(w, table.position(w, table.offset(w, c, t))).astype("int32"),
+        name="slot",
+    )
     query_token = lambda w, r: tirx.min(tirx.floordiv(r, G), items[w, Q_LEN].astype("int64") - 1)  # noqa: E731
 
     Qg = te.compute(

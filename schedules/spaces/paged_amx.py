@@ -130,6 +130,8 @@ def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.Pri
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
     keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
+    if workload.operator == "paged_decode":
+        sch.compute_inline(sch.get_sblock("slot"))
 
     # Operands: the casts belong to the products, the copies get the layouts that tiles want.
     for name in ("Qf", "Kf", "Vf"):

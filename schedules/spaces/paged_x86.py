@@ -15,6 +15,7 @@ import tvm
 from tvm import DataType, s_tir, tirx
 
 from tilewright.schedules import lowering
+from tilewright.schedules.intrinsics.x86 import sums_of_lanes
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention import states
 from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable, paged_attention
@@ -72,12 +73,12 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
 
     _vectorize_last(sch, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
     sch.unroll(key_i)
-    for name, unrolled, lanes in (("S", s_key, s_row), ("O", o_row, o_column)):
-        del name
+    for unrolled, lanes in ((s_key, s_row), (o_row, o_column), (row_i, column_i)):
         sch.unroll(unrolled)
-        sch.vectorize(lanes)
-    sch.unroll(row_i)
-    sch.vectorize(column_i)
+        # One register at a time: LLVM takes vectors of 24 lanes apart into scalars.
+        vectors, lane = sch.split(lanes, [None, LANES])
+        sch.unroll(vectors)
+        sch.vectorize(lane)
     # Every stage over the keys of a chunk visits the same tiles: the others hold nothing.
     tiles = [key_o, o_key_o]
     p_key = sch.get_loops(_block(sch, "P"))[-3]
@@ -85,8 +86,9 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for name in ("m", "l"):
         r, t = sch.get_loops(_block(sch, name))[-2:]
         tile, t = sch.split(t, [None, n["key_tile"]])
-        sch.reorder(tile, t, r)
-        sch.vectorize(r)
+        vectors, lane = sch.split(r, [None, LANES])
+        sch.reorder(vectors, tile, t, lane)
+        sch.vectorize(lane)
         _decompose(sch, name, tile)
         tiles.append(tile)
     _decompose(sch, "S", dim)
@@ -132,6 +134,7 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.reorder(dim, s_key, s_row, s_lane)
     for name in ("Kf", "Kg"):
         sch.compute_inline(_block(sch, name))
+    sch.compute_at(_block(sch, "slot"), chunk, preserve_unit_loops=True)
     for name in ("bound_lo", "bound_hi", "Qf"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
     sch.compute_inline(_block(sch, "Qg"))
@@ -142,24 +145,34 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for loop in (s_lane, o_column):
         sch.vectorize(loop)
     _vectorize_last(sch, "acc")
-    sum_key, sum_row, sum_lane = sch.get_loops(_block(sch, "S"))[-3:]
-    for loop in (sum_key, sum_row, sum_lane):
+    sum_lane, *units, sum_key, sum_row = sch.get_loops(_block(sch, "S"))[-6:]
+    sch.reorder(*units, sum_key, sum_row, sum_lane)
+    intrinsic = sums_of_lanes(int(sch.get(sum_key).extent), int(sch.get(sum_row).extent))
+    for loop in (sum_key, sum_row, sum_lane) if intrinsic is None else ():
         sch.unroll(loop)
-    if int(sch.get(x_row).extent) > 1:
-        sch.vectorize(x_row)
-    tiles = [key_o, o_key_o]
+    rows = workload.group or 1
+    # Few rows are one short vector; LLVM takes vectors whose lanes are no power of two apart.
+    short = sch.vectorize if rows in (2, 4, 8, 16) else sch.unroll
+    short(x_row)
+    tiles = [key_o, o_key_o, sch.split(sch.get_loops(_block(sch, "slot"))[-1], [None, n["key_tile"]])[0]]
     p_key, p_row = sch.get_loops(_block(sch, "P"))[-2:]
-    tiles.append(sch.split(p_key, [None, n["key_tile"]])[0])
-    sch.vectorize(p_row)
+    tile, p_key = sch.split(p_key, [None, n["key_tile"]])
+    tiles.append(tile)
+    if rows == 1:
+        sch.vectorize(sch.split(p_key, [None, LANES])[1])
+    else:
+        short(p_row)
     for name in ("m", "l"):
         r, t = sch.get_loops(_block(sch, name))[-2:]
         tile, t = sch.split(t, [None, n["key_tile"]])
         sch.reorder(tile, t, r)
-        sch.vectorize(r)
-        _decompose(sch, name, tile)
+        short(r)
+        sch.decompose_reduction(_block(sch, name), tile)
         tiles.append(tile)
-    init = sch.decompose_reduction(partial, dim)
-    del init
+    sch.decompose_reduction(partial, dim)
+    if intrinsic is not None:
+        sch.decompose_reduction(_block(sch, "S"), sum_key)
+        sch.tensorize(sum_key, intrinsic)
     _decompose(sch, "O", o_key_o)
     _decompose(sch, "acc", chunk)
     sch.annotate(chunk, TRIP, "chunks")
@@ -173,6 +186,8 @@ def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str,
     """Any head dims and group: loops whose innermost dimension is dense, left to LLVM's vectoriser."""
     sch = s_tir.Schedule(paged_attention(workload, shape))
     items = parallel_items(sch)
+    if workload.operator == "paged_decode":
+        sch.compute_inline(_block(sch, "slot"))
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
