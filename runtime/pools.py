@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.runtime.paged import write_kv
+from tilewright.runtime.pool_memory import pool_zeros
 
 
 class _FreeList:
@@ -104,10 +105,8 @@ class TokenToKVPool:
         self.size, self.page_size, self.layer_num, self.dtype = size, page_size, layer_num, dtype
         self.device = torch.device(device)
         slots = size + page_size
-        self.k_buffer = [torch.zeros((slots, head_num, head_dim), dtype=dtype, device=device) for _ in range(layer_num)]
-        self.v_buffer = [
-            torch.zeros((slots, head_num, v_head_dim), dtype=dtype, device=device) for _ in range(layer_num)
-        ]
+        self.k_buffer = [pool_zeros((slots, head_num, head_dim), dtype, device) for _ in range(layer_num)]
+        self.v_buffer = [pool_zeros((slots, head_num, v_head_dim), dtype, device) for _ in range(layer_num)]
         self._pages = _FreeList(1, size // page_size)
 
     def available_size(self) -> int:
@@ -180,7 +179,7 @@ class StatePool:
         self.size = size
         self.device = torch.device(device)
         self._layers = {
-            layer: LayerState(torch.zeros((size + 1, head_num, head_dim, v_head_dim), device=device))
+            layer: LayerState(pool_zeros((size + 1, head_num, head_dim, v_head_dim), torch.float32, device))
             for layer in layer_ids
         }
         self._free = _FreeList(1, size)

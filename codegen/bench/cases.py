@@ -18,6 +18,7 @@ from tilewright.codegen.bench.protocol import Call, Contestant
 from tilewright.runtime import env
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.lightning import slopes as model_slopes
+from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.catalog import TUNE_PRESET
 from tilewright.schedules.workload import Workload
 
@@ -193,6 +194,11 @@ def _draw(seed: int = SEED) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(shape, generator=generator)
 
 
+def _pooled(values: Tensor) -> Tensor:
+    """A dense copy in the memory that the project's KV pool uses; ours and torch's data get the same."""
+    return pool_zeros(values.shape, values.dtype).copy_(values)
+
+
 def _paged_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     """One token per request; every request's keys in slots drawn at random, for torch gathered beforehand."""
     workload, batch, tokens, kv_heads = case.workload, case.batch, case.tokens, case.heads
@@ -202,9 +208,10 @@ def _paged_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     table = torch.randperm(slots, generator=torch.Generator().manual_seed(SEED)).view(batch, tokens)
     q = normal(batch, heads, dim).to(dtype)
     k_buffer, v_buffer = normal(slots, kv_heads, dim).to(dtype), normal(slots, kv_heads, dim_v).to(dtype)
+    k_buffer, v_buffer = _pooled(k_buffer), _pooled(v_buffer)
     moved = float((k_buffer.numel() + v_buffer.numel() + q.numel() + batch * heads * dim_v) * dtype.itemsize)
     copies = _copies(slots * kv_heads * (dim + dim_v) * dtype.itemsize, cold)
-    pools = [(k_buffer, v_buffer), *((k_buffer.clone(), v_buffer.clone()) for _ in range(copies - 1))]
+    pools = [(k_buffer, v_buffer), *((_pooled(k_buffer), _pooled(v_buffer)) for _ in range(copies - 1))]
     rows, req_to_token = torch.arange(batch, dtype=torch.int32), table.to(torch.int32)
     seq_lens = torch.full((batch,), tokens, dtype=torch.int32)
 
@@ -223,7 +230,7 @@ def _paged_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
         return [call(*pool) for pool in pools]
 
     def gathered(pool: Tensor) -> Tensor:
-        return pool[table].transpose(1, 2).contiguous()
+        return _pooled(pool[table].transpose(1, 2))
 
     forms = [peers.decode(q, gathered(keys), gathered(values)) for keys, values in pools]
     return Setup(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tilewright.runtime import store
+from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.workload import Workload
 
 OPERATORS = ("paged_decode", "paged_extend", "lightning_decode", "lightning_extend")
@@ -195,8 +196,8 @@ class PagedCase:
         pooled = [prefix + new if self._decode else prefix for prefix, new in lengths.requests]
         slots = sum(pooled) + 64
         self._q = normal(tokens, heads, dim)
-        self._k_buffer = torch.full((slots, kv_heads, dim), math.nan, dtype=dtype)
-        self._v_buffer = torch.full((slots, kv_heads, dim_v), math.nan, dtype=dtype)
+        self._k_buffer = pool_zeros((slots, kv_heads, dim), dtype).fill_(math.nan)
+        self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)

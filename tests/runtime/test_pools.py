@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewright.runtime.forward_batch import AttentionLayer
+from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.runtime.pools import HybridReqToTokenPool, ReqToTokenPool, StatePool, TokenToKVPool
 
 
@@ -79,3 +80,16 @@ def test_states_come_and_go_with_requests():
     assert pool.req_index_to_mamba_index_mapping[rows[0]] == 0 and states.available_size() == 1
     assert pool.alloc(1) is not None
     assert pool.mamba2_layer_cache(0) is states.layer(0)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8), (3000, 8, 64), (0, 2, 8)])
+def test_pool_memory_is_dense_zeros_and_its_own(shape):
+    first, second = (pool_zeros(shape, torch.bfloat16) for _ in range(2))
+    assert first.shape == shape and first.is_contiguous() and first.dtype is torch.bfloat16
+    assert not first.any()
+    first.fill_(1)
+    assert not second.any()
+
+
+def test_large_pools_begin_at_a_huge_page():
+    assert pool_zeros((3 << 20,), torch.float32).data_ptr() % (2 << 20) == 0
