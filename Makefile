@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/installed
 MODEL := $(VENV)/model
 # What `make build` and `make test` compile. x86-amx is compiled here and disassembled; its emulated twin is what tests run.
-TARGETS ?= x86-avx2
+TARGETS ?= x86-avx2 x86-amx
 TUNE_SECONDS ?= 300
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
