@@ -271,11 +271,16 @@ def softmax_monoid() -> tirx.CommReducer:
     """The reducer over partial softmax states (max, sum, values): base-2 exponents, (-inf, 0, 0) is the identity."""
 
     def combine(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
-        maximum = tirx.Select(x[0] > y[0], x[0], y[0])
-        shift = finite_or_zero(maximum)
-        # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
-        total, values = (x[i] * exp2(x[0] - shift) + y[i] * exp2(y[0] - shift) for i in (1, 2))
-        return maximum, total, values
+        # The state with the greater maximum keeps its scale, so one exponential does: 2**(least - greatest).
+        greater = x[0] > y[0]
+        greatest, least = tirx.Select(greater, x[0], y[0]), tirx.Select(greater, y[0], x[0])
+
+        def joined(i: int) -> tirx.Expr:
+            # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
+            scale = exp2(least - finite_or_zero(greatest))
+            return tirx.Select(greater, x[i], y[i]) + tirx.Select(greater, y[i], x[i]) * scale
+
+        return greatest, joined(1), joined(2)
 
     def identity(*dtypes: str) -> tuple[tirx.Expr, ...]:
         return tirx.const(float("-inf"), dtypes[0]), tirx.const(0, dtypes[1]), tirx.const(0, dtypes[2])
