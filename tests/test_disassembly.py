@@ -131,9 +131,9 @@ def test_instructions_of_the_target(workload):
 def test_both_products_are_register_tiles(workload):
     """Q K and P V are innermost loops of fused multiply-adds on full vectors that accumulate in registers.
 
-    Decode's loops are short, so the compiler may unroll one whole: a product then stands in no innermost loop, or a tile
-    of keys is straight code with its accumulators stored at the end. One query row and one key at a time, as a search
-    may decide, is a tile of a single accumulator.
+    Decode's loops are short, so the compiler may unroll one whole: a product then stands in no innermost loop, or a
+    tile of keys is straight code with its accumulators stored at the end. One query row and one key at a time, as a
+    search may decide, is a tile of a single accumulator.
     """
     code = disassembled(workload)
     extend = workload.operator == "paged_extend"
