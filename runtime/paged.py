@@ -80,7 +80,7 @@ def decode_attention(
         sinks: [Hq], dtype of q or f32: a logit (not scaled, not capped) that takes weight and gives no value.
         key: [B, Hk, D] keys of the new tokens, written to slots `loc` before attending; with `value` and `loc`.
         value: [B, Hk, Dv]; not written where v_buffer starts at k_buffer (a view of it).
-        loc: [B] slots; -1 is skipped; of rows with the same slot any one wins. Not looked at without a key.
+        loc: [B] slots; -1 is skipped; of rows with the same slot the last wins. Not looked at without a key.
         kv_start: [B] first column of each request in its row of req_to_token; None = 0.
         kv_lens: [B] cross attention: keys 0 .. kv_lens[b] - 1 (seq_lens is ignored); no window. Plan for kv_lens.
         k_scale: None or 1 (fp8 pools are not served yet).
@@ -230,7 +230,7 @@ def write_kv(
         v: [T, Hk, Dv]; not written where v_buffer starts at k_buffer (a view of it, as in MLA).
         k_buffer: [S, Hk, D], written in place.
         v_buffer: [S, Hk, Dv], written in place.
-        loc: [T] slots; -1 is skipped; of rows with the same slot any one wins.
+        loc: [T] slots; -1 is skipped; of rows with the same slot the last wins.
         k_scale: None or 1 (fp8 pools are not served yet).
         v_scale: as k_scale.
 

@@ -323,7 +323,8 @@ def _register(name: str, description: Callable[[], None], implementation: Callab
             T.func_name(name)
             body()
         functions.append(builder.get())
-    TensorIntrin.register(name, *functions)
+    # A second import of this module (a test may make one) finds its names taken.
+    TensorIntrin.register(name, *functions, override=True)
     return name
 
 

@@ -1,6 +1,6 @@
 """What each target adds to a definition: the decisions of the search and how they become a schedule.
 
-One file per operator family and target family, `<family>_<target family>.py` (`paged_x86.py`, `lightning_amx.py`);
+One file per operator family and target family, `<family>_<target family>.py` (`paged_x86.py`, `paged_amx.py`);
 each has `space(workload, target) -> Space` and may import tvm. This file does not.
 """
 

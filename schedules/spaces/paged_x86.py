@@ -253,9 +253,11 @@ def schedule_merge(workload: Workload) -> tirx.PrimFunc:
 
 
 def schedule_write(workload: Workload) -> tirx.PrimFunc:
-    """Parallel over tokens; a token's heads in one go."""
+    """Parallel over heads, tokens in order: of several rows for one slot the last is whole, never a mixture."""
     sch = s_tir.Schedule(states.write_kv(workload))
-    sch.parallel(sch.get_loops(_block(sch, "store"))[0])
+    token, head = sch.get_loops(_block(sch, "store"))
+    sch.reorder(head, token)
+    sch.parallel(head)
     return sch.mod["main"]
 
 
