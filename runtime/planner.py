@@ -128,18 +128,20 @@ def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, thr
     best = _even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
         return best
-    best_load = _longest_thread(
-        _piece_lengths(lengths, *best) * q_lens[_expand(best[1])[0]], num_kv_heads, threads, mean
-    )
+
+    def busiest(size: Ints, counts: Ints) -> float:
+        costs = _piece_lengths(lengths, size, counts) * q_lens[_expand(counts)[0]]
+        return _longest_thread(costs, num_kv_heads, threads, mean)
+
+    best_load = busiest(*best)
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
         limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)
         limit = np.maximum(-(-limit // tiling.chunk) * tiling.chunk, smallest)
-        size, counts = _even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
-        pieces = _piece_lengths(lengths, size, counts) * q_lens[_expand(counts)[0]]
-        load = _longest_thread(pieces, num_kv_heads, threads, mean)
+        pieces = _even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
+        load = busiest(*pieces)
         if load < best_load:
-            best, best_load = (size, counts), load
+            best, best_load = pieces, load
         share *= 2
     return best
 

@@ -113,23 +113,18 @@ def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.S
 
 
 def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Ask for the rows that a gather will copy later.
+    """`prefetches` of the rows that a gather will copy later.
 
-    A loop annotated `sch.annotate(loop, PREFETCH, distance)` copies one row of a parameter an iteration; loops of
-    static extent inside it run along the row. Each iteration then also prefetches the cache lines of the row that
-    lies `distance` iterations ahead, past the loop's end too: the index expression must be valid there. A row chosen
-    by if_then_else is prefetched from where it will come.
+    The annotated loop copies one row of a parameter an iteration; loops of static extent inside it run along the row.
+    What is asked for are the cache lines of the row that lies `distance` iterations ahead, past the loop's end too: the
+    index expression must be valid there. A row chosen by if_then_else is prefetched from where it will come.
     """
 
-    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.For:
-        annotations = {str(key): value for key, value in dict(loop.annotations).items()}
-        distance = annotations.pop(PREFETCH, None)
-        body = mutator.mutate(loop.body)
-        if distance is not None:
-            body = tirx.SeqStmt([_prefetch_row(loop.body, {loop.loop_var: loop.loop_var + int(distance)}), body])
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, annotations)
+    def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
+        row = loops[-1]
+        return _prefetch_row(row.body, {row.loop_var: row.loop_var + distance})
 
-    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+    return prefetches(func, hint)
 
 
 def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr]) -> tirx.Stmt:

@@ -173,9 +173,7 @@ def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.Pri
 
     p_key = sch.get_loops(sch.get_sblock("P"))[-2]
     for block, distance in ((keys, n["prefetch_k"]), (values, n["prefetch_v"])):
-        gathered = sch.get_loops(block)[-2]
-        if distance:
-            sch.annotate(gathered, PREFETCH, distance)
+        sch.annotate(sch.get_loops(block)[-2], PREFETCH, distance)
     _vectorize(sch, HALVES, keys, sch.get_sblock("Qg"))
     _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
     _vectorize(sch, lanes, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi")))
