@@ -202,26 +202,17 @@ def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str,
     sch.transform_layout(
         _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, d, r), assume_injective_transform=True
     )
+    # Every stage visits the same tiles of keys; reductions get their innermost loop over what is dense in memory.
     tile = decisions["key_tile"]
+    axes_of = {"S": "key row dim", "m": "row key", "l": "row key", "O": "row column key"}
+    inner_of = {"S": "key dim row", "m": "key row", "l": "key row", "O": "key row column"}
     for name in ("Kf", "Vf", "S", "X", "m", "P", "l", "O"):
-        loops = sch.get_loops(_block(sch, name))
-        if name == "S":
-            key, r, d = loops[-3:]
-            outer, key = sch.split(key, [None, tile])
-            sch.reorder(outer, key, d, r)
+        axes = axes_of.get(name, "key other").split()
+        loops = dict(zip(axes, sch.get_loops(_block(sch, name))[-len(axes) :], strict=True))
+        outer, loops["key"] = sch.split(loops["key"], [None, tile])
+        if name in inner_of:
+            sch.reorder(outer, *(loops[axis] for axis in inner_of[name].split()))
             sch.decompose_reduction(_block(sch, name), outer)
-        elif name in ("m", "l"):
-            r, key = loops[-2:]
-            outer, key = sch.split(key, [None, tile])
-            sch.reorder(outer, key, r)
-            sch.decompose_reduction(_block(sch, name), outer)
-        elif name == "O":
-            r, e, key = loops[-3:]
-            outer, key = sch.split(key, [None, tile])
-            sch.reorder(outer, key, r, e)
-            sch.decompose_reduction(_block(sch, name), outer)
-        else:
-            outer, _ = sch.split(loops[-2], [None, tile])
         sch.annotate(outer, TRIP, f"keys:{tile}")
     sch.decompose_reduction(_block(sch, "acc"), chunk)
     sch.annotate(chunk, TRIP, "chunks")
