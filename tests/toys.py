@@ -57,7 +57,6 @@ def toy_space(workload: Workload, target: object = None) -> Space:
         legal=lambda decisions: decisions["scale"] in (2, 3),
         module=lambda decisions: toy_module(workload, decisions["scale"]),
         plan=lambda decisions: {"chunk": 16 * decisions["scale"]},
-        representative=lambda: toy_module(workload)[workload.operator],
     )
 
 

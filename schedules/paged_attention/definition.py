@@ -27,7 +27,7 @@ ITEM_COLUMNS = 10
 
 @dataclass(frozen=True)
 class PagedShape:
-    """Sizes of one paged kernel: integers where the workload (or a representative) fixes them, else symbols.
+    """Sizes of one paged kernel: integers where the workload fixes them, else symbols.
 
     `block_q` query tokens and `chunk` keys per softmax chunk are decisions; the others belong to the problem.
     """
@@ -43,11 +43,11 @@ class PagedShape:
     num_tokens: tirx.Expr | int
 
     @staticmethod
-    def of(workload: Workload, block_q: int, chunk: int, **sizes: int) -> PagedShape:
-        """The shape of `workload`; `sizes` fixes num_kv_heads, num_items, num_tokens (a representative)."""
+    def of(workload: Workload, block_q: int, chunk: int) -> PagedShape:
+        """The shape of `workload`."""
 
         def size(name: str) -> tirx.Expr | int:
-            fixed = getattr(workload, name, None) or sizes.get(name)
+            fixed = getattr(workload, name, None)
             return fixed if fixed is not None else tirx.Var(name, "int64")
 
         heads = size("num_kv_heads")

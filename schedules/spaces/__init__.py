@@ -44,7 +44,6 @@ class Space:
         module: decisions -> the scheduled, symbolic functions (tvm.IRModule), ready for tvm.compile.
         plan: decisions -> what the planner must know of the module (`block_q`, `chunk`, `min_split`, `max_split`), {}
         where nothing.
-        representative: the definition with static shapes (tvm.tirx.PrimFunc), for MetaSchedule's context.
     """
 
     choices: Mapping[str, tuple[int, ...]]
@@ -52,7 +51,6 @@ class Space:
     legal: Callable[[Decisions], bool]
     module: Callable[[Decisions], tvm.IRModule]
     plan: Callable[[Decisions], dict[str, int]]
-    representative: Callable[[], tvm.tirx.PrimFunc]
 
 
 def space_module(workload: Workload, target: Target) -> str:

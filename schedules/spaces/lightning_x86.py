@@ -74,7 +74,6 @@ def space(workload: Workload, target: Target) -> Space:
             legal=lambda decisions: not decisions,
             module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, any_dk, any_dv, general)}),
             plan=lambda decisions: {},
-            representative=lambda: make(workload.dtype, 128, 128, default),
         )
     # Columns are split only into equal parts; a head dim that none of the sizes divides has one part.
     if "columns" in choices:
@@ -86,7 +85,6 @@ def space(workload: Workload, target: Target) -> Space:
         legal=lambda decisions: legal(decisions, dk, dv),
         module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, dk, dv, decisions)}),
         plan=lambda decisions: {},
-        representative=lambda: make(workload.dtype, dk, dv, default),
     )
 
 

@@ -44,18 +44,12 @@ def space(workload: Workload, target: Target) -> Space:
             f"multiples of 16, a group of at most {MOST_ROWS // 8}"
         )
 
-    def representative() -> tirx.PrimFunc:
-        chosen = default(workload)
-        sizes = {"num_kv_heads": 8, "num_items": 64, "num_tokens": 64 * chosen["block_q"]}
-        return paged_attention(workload, _shape(workload, chosen, **sizes))
-
     return Space(
         choices=choices(workload),
         default=default(workload),
         legal=lambda decisions: legal(workload, decisions),
         module=lambda decisions: tvm.IRModule({workload.operator: schedule(workload, decisions)}),
         plan=lambda n: {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": n["chunk"]},
-        representative=representative,
     )
 
 
@@ -118,15 +112,15 @@ def legal(workload: Workload, decisions: Decisions) -> bool:
     return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
 
 
-def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.PrimFunc:
-    """The kernel for `decisions`; `sizes` as of `PagedShape.of` (none: symbolic)."""
+def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
+    """The kernel for `decisions`."""
     n = decisions
     rows = _rows(workload, n["block_q"])
     dim, dim_vo = _dims(workload)
     lanes = LANES if rows % LANES == 0 else LANES // 2
     # Every stage visits the same tiles of keys, as many as the item has: what lies behind them is never written.
     tile_keys = max(n["qk_keys"], n["pv_keys"])
-    shape = _shape(workload, n, **sizes)
+    shape = _shape(workload, n)
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
     keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
@@ -212,9 +206,9 @@ def schedule(workload: Workload, decisions: Decisions, **sizes: int) -> tirx.Pri
     return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape)
 
 
-def _shape(workload: Workload, decisions: Decisions, **sizes: int) -> PagedShape:
+def _shape(workload: Workload, decisions: Decisions) -> PagedShape:
     tokens = _rows(workload, decisions["block_q"]) // _group(workload)
-    return PagedShape.of(workload, tokens, decisions["chunk"], **sizes)
+    return PagedShape.of(workload, tokens, decisions["chunk"])
 
 
 def _group(workload: Workload) -> int:

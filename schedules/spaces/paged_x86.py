@@ -256,11 +256,10 @@ def space(workload: Workload, target: Target) -> Space:
     """The space of a paged operator for 256-bit vectors (see spaces.get_space)."""
     del target
     if workload.operator == "merge":
-        return _fixed(lambda _: schedule_merge(workload), workload.operator, lambda: states.merge(workload))
+        return _fixed(lambda: schedule_merge(workload), workload.operator)
     if workload.operator == "write_kv":
-        return _fixed(lambda _: schedule_write(workload), workload.operator, lambda: states.write_kv(workload))
+        return _fixed(lambda: schedule_write(workload), workload.operator)
     decode = workload.operator == "paged_decode"
-    sizes = {"num_kv_heads": 8, "num_items": 8, "num_tokens": 64}
 
     def shaped(build: Callable[..., tirx.PrimFunc]) -> Callable[[Decisions], tirx.PrimFunc]:
         return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n))
@@ -275,10 +274,10 @@ def space(workload: Workload, target: Target) -> Space:
 
     if workload.general:
         choices: Choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
-        return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan, sizes)
+        return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan)
     if decode:
-        return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan, sizes)
-    return _space(workload, *_extend_decisions(workload), shaped(schedule_extend), plan, sizes)
+        return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan)
+    return _space(workload, *_extend_decisions(workload), shaped(schedule_extend), plan)
 
 
 Choices = dict[str, tuple[int, ...]]
@@ -357,27 +356,18 @@ def _space(
     legal: Callable[[Decisions], bool],
     build: Callable[[Decisions], tirx.PrimFunc],
     plan: Callable[[Decisions], dict[str, int]],
-    sizes: dict[str, int],
 ) -> Space:
-    first = {name: values[0] for name, values in choices.items()} | default
-
-    def representative() -> tirx.PrimFunc:
-        return paged_attention(workload, PagedShape.of(workload, first["block_q"], first["chunk"], **sizes))
-
     return Space(
         choices=choices,
-        default=first,
+        default={name: values[0] for name, values in choices.items()} | default,
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: build(n)}),
         plan=plan,
-        representative=representative,
     )
 
 
-def _fixed(
-    build: Callable[[Decisions], tirx.PrimFunc], name: str, representative: Callable[[], tirx.PrimFunc]
-) -> Space:
-    return Space({}, {}, lambda _: True, lambda n: tvm.IRModule({name: build(n)}), lambda _: {}, representative)
+def _fixed(build: Callable[[], tirx.PrimFunc], name: str) -> Space:
+    return Space({}, {}, lambda _: True, lambda _: tvm.IRModule({name: build()}), lambda _: {})
 
 
 def _block(sch: s_tir.Schedule, name: str) -> Any:

@@ -98,7 +98,6 @@ class ToyProblem:
             legal=lambda decisions: decisions["tile"] * decisions["vector"] <= 128,
             module=module,
             plan=plan,
-            representative=definition,
         )
 
     def prepare(self, shared):

@@ -248,7 +248,6 @@ def points(**values):
         legal=lambda decisions: decisions.get("a", 1) * decisions.get("d", 1) <= 128,
         module=lambda decisions: None,
         plan=lambda decisions: {},
-        representative=definition,
     )
 
 
