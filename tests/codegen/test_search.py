@@ -17,7 +17,8 @@ from tilewright.codegen.search import space
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.progress import Progress, Row
 from tilewright.codegen.search.runner import Runner
-from tilewright.codegen.search.tune import BUSY, Options, Stop, tune, tune_with
+from tilewright.codegen.search.stop import Stop
+from tilewright.codegen.search.tune import BUSY, Options, tune, tune_with
 from tilewright.codegen.search.worker import Interrupted
 
 FAILURES = {
