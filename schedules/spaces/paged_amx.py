@@ -32,7 +32,7 @@ from tilewright.schedules.paged_attention.definition import (
     PageTable,
     paged_attention,
 )
-from tilewright.schedules.paged_attention.fold import fold_by_row
+from tilewright.schedules.softmax_rows import fold_by_row
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, paged_x86
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
@@ -232,7 +232,8 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
     _vectorize(sch, LANES, sch.decompose_reduction(value, pv_tile))
     sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
-    sch.decompose_reduction(sch.get_sblock("acc"), chunk)
+    _vectorize(sch, LANES, sch.get_sblock("acc"))
+    _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
     sch.annotate(chunk, TRIP, "chunks")
     sch.annotate(block, TRIP, "rows")
@@ -244,7 +245,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
     """The passes after scheduling: the fold by row, prefetches, and each item's own numbers of chunks, rows and keys."""
     n = decisions
-    func = lowering.in_place(fold_by_row(func, LANES, LANES), "X", "P")
+    func = lowering.in_place(fold_by_row(func, lanes=LANES), "X", "P")
     buffers = {p.name: p for p in func.params}
     items = buffers["items"]
     chunk_keys, block_rows, tile_keys = (
