@@ -228,15 +228,16 @@ def schedule_merge(workload: Workload) -> tirx.PrimFunc:
     r, h = sch.get_loops(_block(sch, "store"))
     fused = sch.fuse(r, h)
     sch.parallel(fused)
-    for name in ("lse_row", "F", "acc"):
+    sch.compute_inline(_block(sch, "V"))
+    for name in ("lse_row", "F", "acc", "total", "A", "M", "L"):
         sch.compute_at(_block(sch, name), fused, preserve_unit_loops=True)
     column, state = sch.get_loops(_block(sch, "acc"))[-2:]
     sch.reorder(state, column)
-    sch.compute_at(_block(sch, "V"), state, preserve_unit_loops=True)
-    sch.compute_at(_block(sch, "L"), state, preserve_unit_loops=True)
-    sch.decompose_reduction(_block(sch, "acc"), state)
-    sch.annotate(state, TRIP, "states")
-    func = lowering.inline_reducer_bindings(sch.mod["main"])
+    for name, loop in (("acc", state), *((name, sch.get_loops(_block(sch, name))[-1]) for name in ("total", "A", "M", "L"))):
+        sch.annotate(loop, TRIP, "states")
+        if name in ("acc", "total", "M"):
+            sch.decompose_reduction(_block(sch, name), loop)
+    func = sch.mod["main"]
     buffers = {p.name: p for p in func.params}
     heads = buffers["sinks"].shape[0]
 
