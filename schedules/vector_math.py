@@ -48,6 +48,12 @@ def _reinterpret(dtype: str, value: tirx.Expr) -> tirx.Expr:
     return tirx.call_intrin(dtype, "tirx.reinterpret", value)
 
 
+def isnan(x: tirx.Expr) -> tirx.Expr:
+    """Whether x is NaN, by its bits: TVM splits a vectorised loop with a tirx.isnan into scalars."""
+    magnitude = tirx.bitwise_and(_reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
+    return magnitude > tirx.const(0x7F800000, "int32")
+
+
 def _let(name: str, value: tirx.Expr, body: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
     """`body` of a named value: an expression used twice would otherwise be copied twice, tree by tree."""
     value = tirx.convert(value)  # an element of a te tensor becomes an expression

@@ -15,7 +15,7 @@ from tvm.ir import Range
 from tvm.ir.expr import Var
 
 from tilewright.schedules import lowering
-from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, exp2_short, f32, log2, negative_infinity, tanh
+from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, exp2_short, f32, isnan, log2, negative_infinity, tanh
 from tilewright.schedules.workload import Workload
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
@@ -247,9 +247,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="acc",
     )
 
+    sink = te.compute((W, Hk, M), lambda w, h, r: sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), name="sink")
+
     def row_normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        sink = tirx.Select(items[w, PART] < 0, sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), negative_infinity())
-        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], sink)
+        extra = tirx.Select(items[w, PART] < 0, sink[w, h, r], negative_infinity())
+        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], extra)
 
     F = te.compute((W, Hk, M), row_normaliser, name="F")
     lse_row = te.compute(
@@ -314,7 +316,7 @@ def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
     """ln(sum of 2**score) of a state; -inf where it is empty, NaN where its sum is."""
     # A NaN must not look like an empty state, which a merge ignores: comparisons have dropped it from the maximum.
     known = tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
-    return tirx.Select(tirx.isnan(total), total, known)
+    return tirx.Select(isnan(total), total, known)
 
 
 def _store_rows(shape: PagedShape, dtype: str) -> lowering.BlockBody:

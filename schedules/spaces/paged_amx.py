@@ -12,11 +12,14 @@ loops of the products.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import DataType, s_tir, tirx
-from tvm.s_tir import SBlockRealize
+from tvm.ir.expr import TensorLoad, Var
+from tvm.s_tir import SBlock, SBlockRealize
 
 from tilewright.schedules import lowering
 from tilewright.schedules.intrinsics import amx
@@ -25,21 +28,24 @@ from tilewright.schedules.paged_attention.definition import (
     KV_BEGIN,
     KV_LEN,
     NEW_ROW,
+    PART,
     POS,
     PREFIX,
     Q_LEN,
+    REQUEST,
     PagedShape,
     PageTable,
     paged_attention,
 )
 from tilewright.schedules.softmax_rows import fold_by_row
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, paged_x86
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
 HALVES = 32  # bf16 in one
 MOST_GROUP = 64
+VISIBLE = "tilewright.visible"  # on a loop over scores of one tile
 CHAINS = 4  # vectors whose maxima or sums grow side by side: one alone would wait for its own last step
 
 
@@ -90,7 +96,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
         "chunk": (64, 128, 256, 512) if decode else (128, 256, 512),
         "qk_keys": (16, 32, 64),
         "qk_rows": (16, 32),
-        "pv_keys": (32, 64, 128),
+        "pv_keys": (32, 64, 128) if decode else (32, 64, 128, 256),
         "pv_rows": (16, 32),
         "pv_columns": tuple(n for n in (16, 32, 64) if _dims(workload)[1] % n == 0),
         "prefetch_k": (0, 8, 16, 32, 64),
@@ -162,8 +168,9 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.transform_layout(pairs, ("write", 0), lambda w, h, c, t, e: (w, h, c, t // 2, e, t % 2))
     partial = {name: _side_by_side(sch, name, tile_keys, block_rows) for name in ("m", "l")}
 
-    items = paged_x86.parallel_items(sch)
-    for name in ("lse_row", "F", "acc"):
+    items = sch.fuse(*sch.get_loops(sch.get_sblock("store")))
+    sch.parallel(items)
+    for name in ("lse_row", "F", "sink", "acc"):
         sch.compute_at(sch.get_sblock(name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(sch.get_sblock("acc"))[-3:]
     block, row = sch.split(row, [None, block_rows])
@@ -182,7 +189,8 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.compute_at(sch.get_sblock("X"), block, preserve_unit_loops=True)
 
     x_key = sch.get_loops(sch.get_sblock("X"))[-2]
-    qk_tile, qk_step, _ = sch.split(x_key, [None, tile_keys // n["qk_keys"], n["qk_keys"]])
+    qk_tile, qk_step, x_key = sch.split(x_key, [None, tile_keys // n["qk_keys"], n["qk_keys"]])
+    sch.annotate(x_key, VISIBLE, 1)
     sch.compute_at(score, qk_step, preserve_unit_loops=True)
     sch.compute_at(keys, qk_step if one_block else chunk, preserve_unit_loops=True)
     for stage in (*(sch.get_sblock(name) for name in ("bound_lo", "bound_hi")), queries, sch.get_sblock("Qg")):
@@ -276,8 +284,95 @@ def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decision
             keys = tirx.min(keys, last + 1 - table.offset(w, kinds["chunks"], tirx.const(0, "int64")))
         return tirx.max(tirx.floordiv(keys + (tile_keys - 1), tile_keys), 0)
 
+    func = tvm_ffi.structural_mutate(
+        func, (tirx.For, lambda loop, mutator: _masked_where_needed(loop, mutator, buffers, table, workload))
+    )
     func = lowering.prefetches(func, lambda _, loops: _ask_ahead(buffers, table, workload, n, loops))
-    return lowering.trip_counts(func, count, exact=("chunks",))
+    return _bind_item(lowering.trip_counts(func, count, exact=("chunks",)), buffers, shape)
+
+
+def _bind_item(func: tirx.PrimFunc, buffers: dict[str, Any], shape: PagedShape) -> tirx.PrimFunc:
+    """Read an item's columns, table row and start once: LLVM cannot know that no store of the kernel changes them."""
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.Stmt:
+        if loop.kind != tirx.ForKind.PARALLEL:
+            return mutator.default_mutate(loop)
+        w = tirx.floordiv(loop.loop_var, shape.num_kv_heads)
+        binds: list[tirx.Stmt] = []
+
+        def bind(name: str, value: tirx.Expr) -> Var:
+            binds.append(tirx.Bind(tirx.Var(name, "int32"), value))
+            return binds[-1].var
+
+        load = lambda name, *indices: tirx.BufferLoad(buffers[name], list(indices))  # noqa: E731
+        columns = [bind(f"item_{n}", load("items", w, tirx.const(n, "int64"))) for n in range(PART + 1)]
+        request = columns[REQUEST].astype("int64")
+        whole = {name: bind(name, load(name, request)) for name in ("req_pool_indices", "kv_start")}
+
+        def bound(access: TensorLoad) -> tirx.Expr:
+            name = access.source.name
+            if name == "items":
+                return columns[int(access.indices[1])]
+            return whole.get(name, access)
+
+        return tirx.For(
+            loop.loop_var, loop.min, loop.extent, loop.kind,
+            tirx.SeqStmt([*binds, tvm_ffi.structural_map(loop.body, (TensorLoad, bound))]),
+            loop.thread_binding, loop.annotations,
+        )  # fmt: skip
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def _masked_where_needed(
+    loop: tirx.For,
+    mutator: tvm_ffi.StructuralMutator,
+    buffers: dict[str, Any],
+    table: PageTable,
+    workload: Workload,
+) -> tirx.Stmt:
+    """Leave the masks out for a tile that every row sees whole, where there is no cap either."""
+    if VISIBLE not in dict(loop.annotations):
+        return mutator.default_mutate(loop)
+    loop = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, {})
+    at, block, loops = _first_point(loop)
+    keys, rows = int(loops[0].extent), math.prod(int(inner.extent) for inner in loops[1:])
+    items, w, r = table.items, at["v_w"], at["v_r"]
+    group = tirx.const(_group(workload), "int64")
+    token = lambda row: tirx.floordiv(row, group).astype("int32")  # noqa: E731
+    first = items[w, KV_BEGIN] + table.offset(w, at["v_c"], at["v_t"]).astype("int32")
+    last_seen = tirx.min(items[w, POS] + token(r) + buffers["lookahead"], items[w, KV_BEGIN] + items[w, KV_LEN] - 1)
+    whole = tirx.And(
+        tirx.And(first > items[w, POS] + token(r + (rows - 1)) - table.window, first + (keys - 1) <= last_seen),
+        buffers["cap_log2"] <= 0.0,
+    )
+    store = block.body
+    scores = next(part.source for part in block.reads if part.source.name == "S")
+    scaled = tirx.BufferLoad(scores, store.indices) * buffers["scale_log2"]
+    reads = [part for part in block.reads if part.source.same_as(scores)]
+    plain = SBlock(
+        block.iter_vars, reads, block.writes, "X_whole", tirx.BufferStore(store.buffer, scaled, store.indices)
+    )
+    # Both ways define loop variables and axes, which a function may do once.
+    defined = [*(axis.var for axis in block.iter_vars), *(inner.loop_var for inner in loops)]
+    renamed = {var: tirx.Var(var.name, str(var.ty.dtype)) for var in defined}
+    unmasked = tvm_ffi.structural_map(loop, (SBlock, lambda _: plain))
+    unmasked = tvm_ffi.structural_map(unmasked, (Var, lambda var: renamed.get(var, var)))
+    return tirx.IfThenElse(whole, unmasked, loop)
+
+
+def _first_point(stmt: tirx.Stmt) -> tuple[dict[str, tirx.Expr], SBlock, list[tirx.For]]:
+    """The first block in some loops, those loops, and the values of its axes in their first iteration."""
+    loops = []
+    while not isinstance(stmt, SBlockRealize):
+        if isinstance(stmt, tirx.SeqStmt):
+            stmt = stmt[0]
+        else:
+            loops.append(stmt)
+            stmt = stmt.body
+    start = {loop.loop_var: tirx.const(0, "int64") for loop in loops}
+    axes = zip(stmt.block.iter_vars, stmt.iter_values, strict=True)
+    return {axis.var.name: lowering.substitute(value, start) for axis, value in axes}, stmt.block, loops
 
 
 def _ask_ahead(
@@ -285,17 +380,9 @@ def _ask_ahead(
 ) -> tirx.Stmt:
     """The prefetches of one iteration of a copy of keys or values."""
     n = decisions
-    # The first iteration of the loops inside is where the row begins.
-    inner, start = loops[-1].body, {}
-    while not isinstance(inner, SBlockRealize):
-        if isinstance(inner, tirx.SeqStmt):  # a copy and what is made of it
-            inner = inner[0]
-        start[inner.loop_var] = tirx.const(0, "int64")
-        inner = inner.body
-    axes = zip(inner.block.iter_vars, inner.iter_values, strict=True)
-    at = {axis.var.name: lowering.substitute(value, start) for axis, value in axes}
+    at, block, _ = _first_point(loops[-1].body)
     w, h, c, t = (at[f"v_{axis}"] for axis in "whct")
-    keys = inner.block.name_hint == "Kg"
+    keys = block.name_hint == "Kg"
 
     def row(source: str, offset: tirx.Expr) -> tirx.Stmt:
         position = table.position(w, offset)

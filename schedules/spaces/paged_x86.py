@@ -233,7 +233,8 @@ def schedule_merge(workload: Workload) -> tirx.PrimFunc:
         sch.compute_at(_block(sch, name), fused, preserve_unit_loops=True)
     column, state = sch.get_loops(_block(sch, "acc"))[-2:]
     sch.reorder(state, column)
-    for name, loop in (("acc", state), *((name, sch.get_loops(_block(sch, name))[-1]) for name in ("total", "A", "M", "L"))):
+    for name in ("acc", "total", "A", "M", "L"):
+        loop = state if name == "acc" else sch.get_loops(_block(sch, name))[-1]
         sch.annotate(loop, TRIP, "states")
         if name in ("acc", "total", "M"):
             sch.decompose_reduction(_block(sch, name), loop)
@@ -381,6 +382,7 @@ def _block(sch: s_tir.Schedule, name: str) -> Any:
 
 def parallel_items(sch: s_tir.Schedule) -> Any:
     """Items and KV heads as one parallel loop, outermost; `finish` reads its variable."""
+    sch.compute_inline(_block(sch, "sink"))
     w, h = sch.get_loops(_block(sch, "store"))
     fused = sch.fuse(w, h)
     sch.parallel(fused)
