@@ -404,13 +404,20 @@ def _ask_ahead(
             hints.append(row("k" if keys else "v", here + distance))
         if n["prefetch_across"]:
             hints.append(row("v", here) if keys else row("k", here + table.chunk))
-    return tirx.SeqStmt(hints) if hints else tirx.Evaluate(0)
+    return _sequence(hints)
 
 
 def _lines(buffer: Any, row: tirx.Expr, head: tirx.Expr, level: int) -> tirx.Stmt:
     per_line = lowering.CACHE_LINE // DataType(buffer.dtype).itemsize
     columns = range(0, int(buffer.shape[-1]), per_line)
-    return tirx.SeqStmt([lowering.prefetch_line(buffer, [row, head, tirx.const(x, "int64")], level) for x in columns])
+    return _sequence([lowering.prefetch_line(buffer, [row, head, tirx.const(x, "int64")], level) for x in columns])
+
+
+def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
+    """All of them, be they none or one (TVM wants at least two in a SeqStmt)."""
+    if len(statements) < 2:
+        return statements[0] if statements else tirx.Evaluate(0)
+    return tirx.SeqStmt(statements)
 
 
 def _side_by_side(sch: s_tir.Schedule, name: str, tile_keys: int, block_rows: int) -> Any:
