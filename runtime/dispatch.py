@@ -18,12 +18,14 @@ class Kernel:
 
     Attributes:
         run: the function (docs/kernel-abi.md). tiling: the planner's parameters, None where the operator has none.
+        cut_next_loop: as of store.Module.
     """
 
-    __slots__ = ("run", "tiling")
+    __slots__ = ("cut_next_loop", "run", "tiling")
 
     def __init__(self, module: store.Module) -> None:
         self.run = module.function
+        self.cut_next_loop = module.cut_next_loop
         plan = module.plan
         self.tiling = Tiling(**plan) if plan else None
 

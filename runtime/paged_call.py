@@ -216,6 +216,7 @@ def run(
         window,
         0 if causal else OFF,
     )
+    attend.cut_next_loop(work.tasks)
     if decode:
         attend.run(q, k_buffer, v_buffer, *paging)
     elif k_new is None or v_new is None:

@@ -59,20 +59,23 @@ class PlanBuffers:
 
 
 class DeviceWork:
-    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run."""
+    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run.
 
-    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows")
+    tasks: as of WorkList.
+    """
+
+    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks")
 
     def __init__(self, buffers: PlanBuffers) -> None:
         self.buffers = buffers
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.items = buffers.items[:0]
         self.rows: Tensor | None = None
-        self.num_items = 0
+        self.num_items, self.tasks = 0, 1
 
     def fill(self, work: WorkList) -> None:
         """Copy `work` in; it must fit."""
-        self.num_items = len(work.items)
+        self.num_items, self.tasks = len(work.items), work.tasks
         self.items = self.buffers.items[: self.num_items]
         self.items.copy_(torch.from_numpy(work.items))
         self.rows = None

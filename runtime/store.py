@@ -100,6 +100,7 @@ class Module:
         target: the name of the target that it was built for.
         path: the loaded file.
         origin: of its decisions: "tuned", "default" or "given".
+        cut_next_loop: says into how many tasks the next call of this thread had best cut its loop.
     """
 
     function: Callable[..., Any]
@@ -108,6 +109,7 @@ class Module:
     target: str
     path: Path
     origin: str
+    cut_next_loop: Callable[[int], object] = lambda tasks: None
 
 
 @cache
@@ -311,7 +313,8 @@ def _load(artifact: Artifact) -> Module:
                 f"{path}: replaced since this process loaded it; start a new process to use it"
             )
         return known[1]
-    loaded = _get_launcher(artifact).load(path)
+    launcher = _get_launcher(artifact)
+    loaded = launcher.load(path)
     try:
         function = loaded[artifact.workload.operator]
     except AttributeError:
@@ -319,7 +322,9 @@ def _load(artifact: Artifact) -> Module:
             f"{path}: function: expected {artifact.workload.operator}, the module has none of that name; "
             f"{build_command(manifest.name, manifest.target)}"
         ) from None
-    module = Module(function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin)
+    module = Module(
+        function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin, launcher.cut_next_loop
+    )
     _modules[path] = (identity, module)
     return module
 
