@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -130,6 +131,7 @@ class Plan:
         prefixes: smallest and largest prefix, 0 counted in.
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
+        calls: outcomes of the checks of calls with this plan, for the lengths that it holds (paged_call.py).
     """
 
     _handles = itertools.count()
@@ -169,6 +171,7 @@ class Plan:
         self._work: dict[tuple[Tiling, int, bool], DeviceWork] = {}
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
+        self.calls: list[tuple] = []
         self._scratch_lse = torch.empty((0, num_qo_heads), dtype=torch.float32, device=self.device)
         self._set_lengths(lengths)
         self.handle = next(self._handles)
@@ -229,6 +232,7 @@ class Plan:
                 self._check_capacity(work)
         self._set_lengths(lengths)
         self._narrowed.clear()
+        self.calls.clear()
         for key, work in remade.items():
             self._store(key, work)
 
@@ -241,7 +245,7 @@ class Plan:
             window=window,
             from_pool=from_pool,
             num_kv_heads=self.num_kv_heads,
-            threads=torch.get_num_threads(),
+            threads=min(torch.get_num_threads(), len(os.sched_getaffinity(0))),
             batch_invariant=self.batch_invariant,
         )
 
