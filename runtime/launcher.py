@@ -89,7 +89,7 @@ class Launcher:
         """Open and bind the library at `path`.
 
         Raises:
-            IncompatibleModuleError: it is of another version, or torch or apache-tvm-ffi lacks a function that it needs.
+            IncompatibleModuleError: another version; or torch or apache-tvm-ffi lacks a function that it needs.
         """
         from tvm_ffi.libinfo import find_libtvm_ffi
 
@@ -108,7 +108,9 @@ class Launcher:
             raise OSError(failure, os.strerror(failure), str(path))
         missing = [name for name in _FUNCTIONS if _address(self._library, name) is None]
         if missing:
-            raise IncompatibleModuleError(f"{path}: {', '.join(missing)}: missing, it is of another tilewright; rebuild it")
+            raise IncompatibleModuleError(
+                f"{path}: {', '.join(missing)}: missing, it is of another tilewright; rebuild it"
+            )
         self._functions = {pointer: _address(self._library, name) for pointer, name in _POINTERS.items()}
         self._library.tilewright_workspace_bytes.restype = ctypes.c_int64
         # The interpreter's lock is kept: letting go of it costs more than the call.

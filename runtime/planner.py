@@ -125,7 +125,7 @@ def _piece_lengths(lengths: Ints, size: Ints, counts: Ints) -> Ints:
 
 
 def _tasks(unit_costs: Ints, units: int, threads: int) -> int:
-    """Tasks of as many units as a thread does in an eighth of the even share, but of one where single units take longer.
+    """Tasks of as many units as a thread does in an eighth of the even share, of one where single units take longer.
 
     Tasks are taken costliest first by whoever is free, so no thread is later than the others by more than one task, and
     by less than the largest unit where those go first.

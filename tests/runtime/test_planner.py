@@ -155,7 +155,7 @@ MIXED = {
 
 
 def busiest(work, heads, threads):
-    """(load of the busiest thread, even share, largest task) when the launcher runs the work as runtime/launcher.c does.
+    """(load of the busiest thread, even share, largest task) when the launcher runs it as in runtime/launcher.c.
 
     Runs of ceil(units / tasks) neighbouring units go in order to the thread that is free first. A unit costs its keys,
     and what it costs besides.
@@ -195,7 +195,7 @@ def test_mixed_batches_keep_every_thread_busy(name, shape, heads, threads):
     threads=st.sampled_from([1, 2, 3, 15, 16, 64]),
 )  # fmt: skip
 def test_no_thread_waits_long(batch, shape, heads, threads):
-    """Whatever the batch: no more above the even share than pieces of the least size, where even those are too large."""
+    """Whatever the batch: at most pieces of the least size above the even share, where those are large."""
     tiling = SHAPES[shape]
     work = plan(lengths_of(batch), tiling, num_kv_heads=heads, threads=threads)
     longest, share, run = busiest(work, heads, threads)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from tilewright.runtime.errors import (
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
 
+_amx_permission = features.amx_permission
 WORKLOAD = Workload("paged_decode", "bf16", 4, 128, 128)
 AVX2, AMX = "x86-avx2", "x86-amx"
 
@@ -89,6 +91,23 @@ def test_the_best_usable_target_wins_wherever_it_is(tmp_path):
     assert "no amx_bf16, amx_int8, amx_tile, avx512" in str(search.passed_over[1])
     with features.emulated(*get_target(AMX).features):
         assert store.find(WORKLOAD, root=tmp_path / "given").found.folder == far
+
+
+def test_a_refused_permission_means_the_next_target_and_one_warning(tmp_path, monkeypatch, caplog):
+    """Whatever else is looked for: a serving process says it once."""
+    monkeypatch.setattr(features, "cpu_features", lambda: frozenset(get_target(AMX).features))
+    monkeypatch.setattr(features, "_request_tiles", lambda: 95)
+    monkeypatch.setattr(features, "amx_permission", cache(_amx_permission.__wrapped__))
+    workloads = [WORKLOAD, Workload("paged_extend", "bf16", 4, 128, 128)]
+    for workload in workloads:
+        put(tmp_path, AMX, workload)
+        near = put(tmp_path, AVX2, workload)
+        for _ in range(2):
+            search = store.find(workload, root=tmp_path)
+            assert search.found.folder == near
+            assert "this process has no amx_bf16, amx_int8, amx_tile" in str(search.passed_over[0])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "refuses tile registers" in caplog.text
 
 
 def test_the_emulated_target_is_found_by_name_only(tmp_path):
