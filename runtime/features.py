@@ -56,7 +56,7 @@ def amx_permission() -> bool:
     error = _request_tiles()
     if error:
         get_logger("features").warning(
-            "AMX: the kernel refuses tile registers to this process (arch_prctl: %s); AMX modules are passed over. "
+            "AMX: the kernel refuses tile registers to this process (arch_prctl: %s): AMX modules are not used. "
             "Linux 5.16 or newer grants them, unless signal stacks are too small for them or a sandbox forbids the call",
             os.strerror(error),
         )
