@@ -57,7 +57,7 @@ def amx_permission() -> bool:
     if error:
         get_logger("features").warning(
             "AMX: the kernel refuses tile registers to this process (arch_prctl: %s): AMX modules are not used. "
-            "Linux 5.16 or newer grants them, unless signal stacks are too small for them or a sandbox forbids the call",
+            "Linux 5.16 or newer grants them, unless signal stacks are too small for them or a sandbox forbids it",
             os.strerror(error),
         )
     return not error

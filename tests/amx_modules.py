@@ -18,7 +18,7 @@ from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
 EMULATED, REAL, BESIDE = "x86-amx-emulated", "x86-amx", "x86-avx2"
-TARGETS = [EMULATED, pytest.param(REAL, marks=pytest.mark.amx)]
+TARGETS = [pytest.param(EMULATED), pytest.param(REAL, marks=pytest.mark.amx)]
 COMPILER = find_spec("tvm") is not None
 
 
@@ -27,8 +27,8 @@ def module(
 ) -> store.Module:
     """Build a module unless it is up to date, and load it.
 
-    AMX modules are made from the decisions of x86-amx, `changes` applied. Where there is no compiler the test is skipped
-    unless the module is there.
+    AMX modules are made from the decisions of x86-amx, `changes` applied. Where there is no compiler the test is
+    skipped unless the module is there.
     """
     workload = Workload.parse(name)
     if COMPILER:
