@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -245,7 +244,7 @@ class Plan:
             window=window,
             from_pool=from_pool,
             num_kv_heads=self.num_kv_heads,
-            threads=min(torch.get_num_threads(), len(os.sched_getaffinity(0))),
+            threads=torch.get_num_threads(),
             batch_invariant=self.batch_invariant,
         )
 

@@ -1,4 +1,4 @@
-"""What only a processor with AMX can show: large sizes, torch using tiles in between, permission of threads and forks."""
+"""What only a processor with AMX can show: large sizes, torch using tiles in between, the permission of threads."""
 
 import json
 import os
