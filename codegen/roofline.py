@@ -49,10 +49,9 @@ class Limits:
     tiles: float | None = None
     tile_peak: float | None = None
 
-    def seconds(self, flops: float, moved: float, *, bf16: bool = False) -> float:
-        """The least time that `flops` operations on `moved` bytes can take; `bf16`: products may use tiles."""
-        rate = self.tiles if bf16 and self.tiles is not None else self.flops
-        return max(flops / rate, moved / self.bandwidth)
+    def seconds(self, flops: float, moved: float) -> float:
+        """The least time that `flops` operations on `moved` bytes can take, as products of tiles if it has them."""
+        return max(flops / (self.tiles or self.flops), moved / self.bandwidth)
 
 
 @functools.cache

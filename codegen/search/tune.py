@@ -149,10 +149,7 @@ class _Search:
         self.flops, self.bytes = self.runner.work(problem, self.shared)
         self.limit_us = None
         try:
-            self.limit_us = (
-                roofline.measure(problem.target).seconds(self.flops, self.bytes, bf16=problem.workload.dtype == "bf16")
-                * 1e6
-            )
+            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
         except roofline.RooflineError as error:
             self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
