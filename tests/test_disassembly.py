@@ -68,6 +68,19 @@ def test_amx_modules(name, target):
         assert count["prefetcht0"] >= 2, "rows of K and V are asked for ahead"
 
 
+# ---- x86-avx512
+
+
+@pytest.mark.parametrize("name", ["paged_decode-bf16-g4-d128", "paged_extend-f32-g3-d64", "lightning_extend-bf16-d128"])
+def test_avx512_modules(name):
+    library = built(name, "x86-avx512")
+    lines = disassemble(library)
+    wide = sum("zmm" in line for line in lines)
+    assert wide > sum("ymm" in line for line in lines), "512-bit vectors carry the work"
+    assert not any(re.search(r"\s(tile|tdp|ldtilecfg)", line) for line in lines)
+    assert {name for name in undefined(library) if not name.startswith("TVMFFI")} <= LIBC, "libm or another library"
+
+
 # ---- x86-avx2
 
 
