@@ -1,7 +1,9 @@
 """Lightning linear attention: the public functions above the modules, and the slopes that models use.
 
 Per request and head, with a = slopes[h] >= 0:  S_t = exp(-a) S_(t-1) + k_t^T v_t,  out_t = scale * q_t S_t.
-The state pool is f32 and updated in place. Common rules for tensors: see `tilewright.runtime.paged`.
+The state pool is f32 and updated in place. Nothing divides the sum, so outputs grow with the length where decays are
+slow: what a 16-bit dtype cannot hold becomes +-inf (fp16 from 65520 on) in `out`, never in the state.
+Common rules for tensors: see `tilewright.runtime.paged`.
 """
 
 from __future__ import annotations
