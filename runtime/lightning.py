@@ -111,19 +111,8 @@ def lightning_extend(
     if out is None:
         out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
     if batch and q.shape[0]:
-        run = kernel("lightning_extend", dtype, None, q.shape[2], v.shape[2]).run
-        run(
-            dense_rows(inference_only("q", q)),
-            dense_rows(inference_only("k", k)),
-            dense_rows(inference_only("v", v)),
-            state,
-            narrow(state_indices),
-            has_initial_state,
-            narrow(qo_indptr),
-            inference_only("slopes", slopes).contiguous(),
-            out,
-            scale,
-        )
+        lengths = (has_initial_state, narrow(qo_indptr))
+        _launch("lightning_extend", dtype, q, k, v, state, state_indices, lengths, slopes, out, scale)
     return out
 
 
@@ -170,18 +159,28 @@ def lightning_decode(
     if out is None:
         out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     if q.shape[0]:
-        run = kernel("lightning_decode", dtype, None, q.shape[2], v.shape[2]).run
-        run(
-            dense_rows(inference_only("q", q)),
-            dense_rows(inference_only("k", k)),
-            dense_rows(inference_only("v", v)),
-            state,
-            narrow(state_indices),
-            inference_only("slopes", slopes).contiguous(),
-            out,
-            scale,
-        )
+        _launch("lightning_decode", dtype, q, k, v, state, state_indices, (), slopes, out, scale)
     return out
+
+
+def _launch(
+    operator: str,
+    dtype: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    state_indices: Tensor,
+    lengths: tuple[Tensor, ...],
+    slopes: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None:
+    """Run the kernel of these sizes; `lengths` is what extend has besides."""
+    q, k, v = (dense_rows(inference_only(name, rows)) for name, rows in (("q", q), ("k", k), ("v", v)))
+    rates = inference_only("slopes", slopes).contiguous()
+    run = kernel(operator, dtype, None, q.shape[2], v.shape[2]).run
+    run(q, k, v, state, narrow(state_indices), *lengths, rates, out, scale)
 
 
 def _expect_common(
