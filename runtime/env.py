@@ -81,12 +81,19 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
+def _folder(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("a folder (there is no user of that name)") from None
+
+
 def _paths(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+    return tuple(_folder(part) for part in text.split(os.pathsep) if part)
 
 
 def _path(text: str) -> Path | None:
-    return Path(text).expanduser()
+    return _folder(text)
 
 
 def _text(text: str) -> str | None:

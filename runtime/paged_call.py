@@ -15,13 +15,14 @@ from tilewright.runtime.arguments import (
     dtype_name,
     expect,
     expect_index,
-    expect_page_size,
     expect_writable,
     inference_only,
     kernel_window,
     narrow,
+    pages,
     real,
     sizes,
+    soft_cap,
 )
 from tilewright.runtime.dispatch import Kernel, kernel
 from tilewright.runtime.plan import DeviceWork, Plan, host_lengths, plan_decode, plan_extend
@@ -255,6 +256,8 @@ def _prepare(
         expect("v_buffer", v_buffer, (slots, num_kv_heads, dim_vo), torch_dtype, device)
     if not num_kv_heads or not num_qo_heads or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: got {num_qo_heads} heads, expected a multiple of the {num_kv_heads} KV heads")
+    if not dim or not dim_vo:
+        raise ValueError(f"q, v_buffer: got head dims {dim} and {dim_vo}, expected at least 1")
     expect_index("req_to_token", req_to_token, sizes("req_to_token", req_to_token, 2), device)
     expect_index("seq_lens", seq_lens, (batch,), device)
     if extend_seq_lens is not None:
@@ -286,10 +289,8 @@ def _prepare(
         expect_writable("k_buffer", k_buffer)
         expect_writable("v_buffer", v_buffer)
     if page_size != 1:
-        expect_page_size(page_size)
-    # Bounds within which the quotient and the products below are f32 numbers.
-    if logit_cap != 0:
-        logit_cap = real("logit_cap", logit_cap, 1e-20, 1e20, note=" or 0 (off)")
+        page_size = pages(page_size)
+    logit_cap = soft_cap(logit_cap)
     scale = dim**-0.5 if sm_scale is None else real("sm_scale", sm_scale, -1e15, 1e15)
     inputs = {"q": q, "k_buffer": k_buffer, "v_buffer": v_buffer}
     if k_new is not None and v_new is not None:

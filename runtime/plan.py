@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.runtime.arguments import kernel_window, narrow
+from tilewright.runtime.arguments import flag, integer, kernel_window, narrow
 from tilewright.runtime.planner import (
     ITEM_COLUMNS,
     MERGE_COLUMNS,
@@ -90,9 +90,19 @@ def host_lengths(name: str, values: Any, batch: int | None = None) -> np.ndarray
     Raises:
         TypeError, ValueError: naming `name`.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
+    if isinstance(values, Tensor):
+        if values.dtype is not torch.int32 and values.dtype is not torch.int64:
+            raise TypeError(f"{name}: got {values.dtype}, expected torch.int32 or torch.int64")
+        if values.is_meta or values.layout is not torch.strided:
+            raise TypeError(f"{name}: got a {values.layout} tensor on {values.device}, expected one that holds numbers")
+        array = values.cpu().numpy()
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            array = np.empty((0, 0))  # rows of different lengths
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
     if array.ndim != 1 or (batch is not None and len(array) != batch):
         raise ValueError(f"{name}: got shape {list(array.shape)}, expected [{'B' if batch is None else batch}]")
     array = array.astype(np.int64)
@@ -151,6 +161,8 @@ class Plan:
         batch_invariant: bool,
         buffers: PlanBuffers | None,
     ) -> None:
+        num_qo_heads, num_kv_heads = integer("num_qo_heads", num_qo_heads), integer("num_kv_heads", num_kv_heads)
+        head_dim_qk, head_dim_vo = integer("head_dim_qk", head_dim_qk), integer("head_dim_vo", head_dim_vo)
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
@@ -162,8 +174,14 @@ class Plan:
         self.head_dim_qk, self.head_dim_vo = head_dim_qk, head_dim_vo
         self.dims = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         # Tensors say cuda:0 where a caller says cuda.
-        self.device = torch.empty(0, device=device).device
-        self.causal, self.window, self.batch_invariant = causal, window, batch_invariant
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"device: got {device!r}: {error}") from error
+        if self.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"device: got {self.device}, expected a CPU or CUDA device")
+        self.causal, self.window = flag("causal", causal), window
+        self.batch_invariant = flag("batch_invariant", batch_invariant)
         if buffers is not None:
             self._check_buffers(buffers)
         self._given = buffers
@@ -177,6 +195,8 @@ class Plan:
         self.by_handle[self.handle] = self
 
     def _check_buffers(self, buffers: PlanBuffers) -> None:
+        if not isinstance(buffers, PlanBuffers):
+            raise TypeError(f"buffers: got {type(buffers).__name__}, expected PlanBuffers")
         expected = {
             "items": ((None, ITEM_COLUMNS), torch.int32),
             "rows": ((None, MERGE_COLUMNS), torch.int32),
@@ -202,6 +222,8 @@ class Plan:
         used = lengths.q_lens > 0
         self.tokens = int((lengths.q_starts + lengths.q_lens)[used].max(initial=0))
         self.covered = int(lengths.q_lens.sum())
+        if self.tokens > OFF:
+            raise ValueError(f"extend_seq_lens: got rows up to {self.tokens}, expected at most {OFF} in one call")
         prefix = (lengths.kv_lens - lengths.q_lens)[used]
         self.prefixes = (int(prefix.min(initial=0)), int(prefix.max(initial=0)))
         self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)

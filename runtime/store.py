@@ -8,6 +8,7 @@ schema, versions, definition revision and CPU features have been checked.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -69,6 +70,12 @@ class PassedOver:
     folder: Path
     layer: str
     problem: Error | None
+
+    @property
+    def faulty(self) -> bool:
+        """Whether there is an artifact that ought to work here: its target is one for this machine."""
+        target = TARGETS[self.folder.parent.name]
+        return self.problem is not None and not features.missing_features(target.features)
 
     def __str__(self) -> str:
         return f"{self.folder} ({self.layer}): no module" if self.problem is None else f"({self.layer}) {self.problem}"
@@ -266,7 +273,7 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
         raise _missing(workload, target, search)
     logger = env.get_logger("store")
     for item in search.passed_over:
-        logger.debug("%s: passed over %s", workload.name, item)
+        logger.log(logging.WARNING if item.faulty else logging.DEBUG, "%s: passed over %s", workload.name, item)
     logger.info("%s: %s from %s (%s)", workload.name, search.found.target.name, search.found.folder, search.found.layer)
     return search.found
 
@@ -274,9 +281,11 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
 def _missing(workload: Workload, target: str | None, search: Search) -> MissingModuleError:
     best = buildable_target(target)
     lines = "".join(f"\n  {item}" for item in search.passed_over)
-    return MissingModuleError(
+    error = MissingModuleError(
         f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
     )
+    error.unusable = tuple(str(item) for item in search.passed_over if item.faulty)
+    return error
 
 
 def buildable_target(target: str | None = None) -> str:

@@ -121,6 +121,19 @@ def test_tiles_are_configured_at_entry_and_released_at_exit(name, target):
     assert visited == sum(n for name, n in count.items() if name.startswith(("tile", "tdp"))), "every one was visited"
 
 
+# ---- x86-avx512
+
+
+@pytest.mark.parametrize("name", ["paged_decode-bf16-g4-d128", "paged_extend-f32-g3-d64", "lightning_extend-bf16-d128"])
+def test_avx512_modules(name):
+    library = built(name, "x86-avx512")
+    lines = disassemble(library)
+    wide = sum("zmm" in line for line in lines)
+    assert wide > sum("ymm" in line for line in lines), "512-bit vectors carry the work"
+    assert not any(re.search(r"\s(tile|tdp|ldtilecfg)", line) for line in lines)
+    assert {name for name in undefined(library) if not name.startswith("TVMFFI")} <= LIBC, "libm or another library"
+
+
 # ---- x86-avx2
 
 

@@ -231,8 +231,8 @@ def test_targets_have_rows():
 
 def test_emulated_modules_of_amx_are_timed_as_they_would_be(amx_emulator):
     """Data, checks and calls of an AMX row, on the modules of x86-amx made for the emulator."""
-    case = ready(cases.SERVING[0], EMULATED)
     with serving(EMULATED):
+        case = ready(cases.SERVING[0], EMULATED)
         assert store.find(case.workload).found.target == get_target(EMULATED)
         setup = cases.set_up(case, cold=1 << 16)
         check(setup.contestants, (PAGED[torch.bfloat16],))

@@ -137,6 +137,7 @@ def test_one_long_context_among_short_ones_is_split(threads):
     assert max(loads) <= 1.15 * sum(loads) / threads
 
 
+<<<<<<< HEAD
 # What the kernels of the packaged targets have been built with, or like it.
 SHAPES = {
     "decode": Tiling(1, 512, 512),
@@ -210,6 +211,26 @@ def test_alike_units_go_out_in_runs_of_neighbours():
     assert work.tasks == 8 * 16
     assert plan(lengths_of([(3, 1)]), num_kv_heads=8, threads=16).tasks == 8
     assert plan(lengths_of([]), threads=16).tasks == 1
+=======
+@pytest.mark.parametrize("threads", [16, 32])
+def test_one_request_keeps_all_threads_busy(threads):
+    """Casebook P43 (b): 16384 keys, 32/8 heads, more threads than KV heads."""
+    work = plan(lengths_of([(16383, 1)]), Tiling(1, 256, 512), num_kv_heads=8, threads=threads)
+    units = len(work.items) * 8
+    assert units >= threads and work.items[:, 4].max() * -(-units // threads) <= 1.15 * 16384 * 8 / threads
+
+
+def test_work_grows_with_the_tokens_and_not_with_the_longest_request():
+    """Casebook P43 (a): a long prefill beside 31 single tokens costs what the two cost apart."""
+
+    def cost(news):
+        work = plan(lengths_of([(0, new) for new in news]), Tiling(16, 64, 256), threads=8)
+        return len(work.items), int((work.items[:, 2] * work.items[:, 4]).sum())
+
+    both, long, short = cost([1] * 31 + [4096]), cost([4096]), cost([1] * 31)
+    assert both[1] == long[1] + short[1] and both[0] <= long[0] + short[0]
+    assert short == (31, 31)
+>>>>>>> main
 
 
 def test_empty_request_gets_an_item_and_no_tokens_get_none():

@@ -158,6 +158,33 @@ def test_an_unusable_artifact_is_passed_over_with_its_reason(tmp_path, changes, 
     assert words in str(search.passed_over[0]) and str(bad) in str(search.passed_over[0])
 
 
+@pytest.mark.parametrize("break_it", [
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"\xff\x00"),
+    lambda path: path.write_text("[1]"),
+    lambda path: (path.unlink(), path.mkdir()),
+    lambda path: (path.unlink(), path.symlink_to(path.name)),
+], ids=["empty", "binary", "other JSON", "folder", "loop of links"])  # fmt: skip
+def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path, break_it):
+    bad, good = put(tmp_path / "given"), put(tmp_path / "cache" / "modules")
+    break_it(bad / "manifest.json")
+    search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
+    assert search.found.folder == good
+    assert isinstance(search.passed_over[0].problem, IntegrityError)
+    assert str(bad / "manifest.json") in str(search.passed_over[0])
+
+
+def test_what_should_work_and_does_not_is_told_once_with_its_reason(tmp_path, toy_root, monkeypatch, caplog):
+    """Casebook K04. A module for another machine is nothing to warn of."""
+    put(tmp_path, AVX2, toys.PARALLEL, definition_revision=0)
+    put(tmp_path, AMX, toys.PARALLEL)
+    monkeypatch.setenv("TILEWRIGHT_MODULE_PATH", f"{tmp_path}{os.pathsep}{toy_root}")
+    with caplog.at_level("WARNING", logger="tilewright"):
+        assert store.load(toys.PARALLEL) is store.load(toys.PARALLEL)
+    (record,) = caplog.records
+    assert str(tmp_path / AVX2) in record.getMessage() and "definition revision: expected" in record.getMessage()
+
+
 def test_an_apache_tvm_ffi_outside_the_range_is_told(tmp_path, monkeypatch):
     put(tmp_path)
     monkeypatch.setattr(store, "_installed_tvm_ffi", lambda: "0.2.0")
