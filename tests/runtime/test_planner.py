@@ -137,7 +137,6 @@ def test_one_long_context_among_short_ones_is_split(threads):
     assert max(loads) <= 1.15 * sum(loads) / threads
 
 
-<<<<<<< HEAD
 # What the kernels of the packaged targets have been built with, or like it.
 SHAPES = {
     "decode": Tiling(1, 512, 512),
@@ -211,7 +210,8 @@ def test_alike_units_go_out_in_runs_of_neighbours():
     assert work.tasks == 8 * 16
     assert plan(lengths_of([(3, 1)]), num_kv_heads=8, threads=16).tasks == 8
     assert plan(lengths_of([]), threads=16).tasks == 1
-=======
+
+
 @pytest.mark.parametrize("threads", [16, 32])
 def test_one_request_keeps_all_threads_busy(threads):
     """Casebook P43 (b): 16384 keys, 32/8 heads, more threads than KV heads."""
@@ -230,7 +230,6 @@ def test_work_grows_with_the_tokens_and_not_with_the_longest_request():
     both, long, short = cost([1] * 31 + [4096]), cost([4096]), cost([1] * 31)
     assert both[1] == long[1] + short[1] and both[0] <= long[0] + short[0]
     assert short == (31, 31)
->>>>>>> main
 
 
 def test_empty_request_gets_an_item_and_no_tokens_get_none():
