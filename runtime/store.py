@@ -8,6 +8,7 @@ schema, versions, definition revision and CPU features have been checked.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -70,6 +71,12 @@ class PassedOver:
     layer: str
     problem: Error | None
 
+    @property
+    def faulty(self) -> bool:
+        """Whether there is an artifact that ought to work here: its target is one for this machine."""
+        target = TARGETS[self.folder.parent.name]
+        return self.problem is not None and not features.missing_features(target.features)
+
     def __str__(self) -> str:
         return f"{self.folder} ({self.layer}): no module" if self.problem is None else f"({self.layer}) {self.problem}"
 
@@ -100,6 +107,7 @@ class Module:
         target: the name of the target that it was built for.
         path: the loaded file.
         origin: of its decisions: "tuned", "default" or "given".
+        cut_next_loop: says into how many tasks the next call of this thread had best cut its loop.
     """
 
     function: Callable[..., Any]
@@ -108,6 +116,7 @@ class Module:
     target: str
     path: Path
     origin: str
+    cut_next_loop: Callable[[int], object] = lambda tasks: None
 
 
 @cache
@@ -264,7 +273,7 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
         raise _missing(workload, target, search)
     logger = env.get_logger("store")
     for item in search.passed_over:
-        logger.debug("%s: passed over %s", workload.name, item)
+        logger.log(logging.WARNING if item.faulty else logging.DEBUG, "%s: passed over %s", workload.name, item)
     logger.info("%s: %s from %s (%s)", workload.name, search.found.target.name, search.found.folder, search.found.layer)
     return search.found
 
@@ -272,9 +281,11 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
 def _missing(workload: Workload, target: str | None, search: Search) -> MissingModuleError:
     best = buildable_target(target)
     lines = "".join(f"\n  {item}" for item in search.passed_over)
-    return MissingModuleError(
+    error = MissingModuleError(
         f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
     )
+    error.unusable = tuple(str(item) for item in search.passed_over if item.faulty)
+    return error
 
 
 def buildable_target(target: str | None = None) -> str:
@@ -311,7 +322,8 @@ def _load(artifact: Artifact) -> Module:
                 f"{path}: replaced since this process loaded it; start a new process to use it"
             )
         return known[1]
-    loaded = _get_launcher(artifact).load(path)
+    launcher = _get_launcher(artifact)
+    loaded = launcher.load(path)
     try:
         function = loaded[artifact.workload.operator]
     except AttributeError:
@@ -319,7 +331,9 @@ def _load(artifact: Artifact) -> Module:
             f"{path}: function: expected {artifact.workload.operator}, the module has none of that name; "
             f"{build_command(manifest.name, manifest.target)}"
         ) from None
-    module = Module(function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin)
+    module = Module(
+        function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin, launcher.cut_next_loop
+    )
     _modules[path] = (identity, module)
     return module
 

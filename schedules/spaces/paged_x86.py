@@ -140,6 +140,7 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.compute_inline(_block(sch, "Qg"))
 
     _vectorize_last(sch, lanes, "Qf")
+    sch.unroll(sch.split(o_key_i, [None, n["pv_unroll"]])[1])
     for loop in (s_key, s_row, o_row, key_i):
         sch.unroll(loop)
     for loop in (s_lane, o_column):
@@ -158,8 +159,8 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     p_key, p_row = sch.get_loops(_block(sch, "P"))[-2:]
     tile, p_key = sch.split(p_key, [None, n["key_tile"]])
     tiles.append(tile)
-    if rows == 1:
-        sch.vectorize(sch.split(p_key, [None, lanes])[1])
+    if lanes % rows == 0:  # the rows of several keys fill a vector
+        sch.vectorize(sch.fuse(sch.split(p_key, [None, lanes // rows])[1], p_row))
     else:
         short(p_row)
     for name in ("m", "l"):
@@ -296,8 +297,9 @@ def _decode_decisions(
         "key_tile": (16, 32, 64),
         "qk_keys": (1, 2, 4),
         "pv_vectors": vectors,
-        "prefetch_k": (0, 16, 32, 64),
-        "prefetch_v": (0, 16, 32, 64),
+        "prefetch_k": (0, 8, 16, 32, 64),
+        "prefetch_v": (0, 8, 16, 32, 64),
+        "pv_unroll": (1, 2),
         "max_split": (0, 512, 1024),
     }
     default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0]}
