@@ -241,6 +241,8 @@ class PagedCase:
                 k, v = (pool_zeros(x.shape, dtype) for x in (self._k_buffer, self._v_buffer))
                 k.copy_(self._k_buffer)
                 self._pools.append((k, k[..., :dim_v] if latent else v.copy_(self._v_buffer)))
+        # One order for all candidates: in turns of their own they would follow each other through warm pools.
+        self._next_pool = itertools.cycle(self._pools).__next__
 
     def _ask_oracle(self) -> None:
         from tilewright.schedules.paged_attention import reference
@@ -289,11 +291,10 @@ class PagedCase:
             self._out, self._lse, self._part_o, self._part_lse,
             self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0,
         )  # fmt: skip
-        pools = itertools.cycle(self._pools)
         merged = (self._part_o, self._part_lse, rows, self._sinks, self._out, self._lse)
 
         def call() -> None:
-            kernel(self._q, *next(pools), *arguments)
+            kernel(self._q, *self._next_pool(), *arguments)
             if work.partials:
                 merge(*merged)
 
