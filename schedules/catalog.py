@@ -7,6 +7,9 @@ from tilewright.schedules.workload import DTYPES, Workload
 
 # (head dim, query heads per KV head) that get a kernel of their own; general modules serve every other shape.
 PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
+# The same for tiles, besides; and latent attention (head dims of keys and values, query heads of the one KV head).
+TILED_SHAPES = ((128, 8), (128, 1), (64, 8))
+LATENT = Workload("paged_decode", "bf16", 16, 576, 512)
 LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
 _LIGHTNING = ("lightning_decode", "lightning_extend")
@@ -20,8 +23,8 @@ TUNE_PRESET = (
 )
 
 
-def _paged(dtype: str) -> list[Workload]:
-    return [Workload(operator, dtype, group, dim, dim) for operator in _PAGED for dim, group in PAGED_SHAPES]
+def _paged(dtype: str, shapes: tuple[tuple[int, int], ...] = PAGED_SHAPES) -> list[Workload]:
+    return [Workload(operator, dtype, group, dim, dim) for operator in _PAGED for dim, group in shapes]
 
 
 def _everything(dtype: str) -> list[Workload]:
@@ -38,5 +41,5 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     """
     if get_target(target).family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
-        return tuple(_paged("bf16"))
+        return (*_paged("bf16", PAGED_SHAPES + TILED_SHAPES), LATENT)
     return tuple(workload for dtype in DTYPES for workload in _everything(dtype))

@@ -211,10 +211,10 @@ def in_place(func: tirx.PrimFunc, source: str, target: str) -> tirx.PrimFunc:
     kept, gone = buffers[source], buffers[target]
     func = tvm_ffi.structural_map(func, (Var, lambda var: kept if var.same_as(gone) else var))
     root = func.body.block
-    buffers = [kept, *(buffer for buffer in root.alloc_buffers if not buffer.same_as(kept))]
+    allocated = [kept, *(buffer for buffer in root.alloc_buffers if not buffer.same_as(kept))]
     root = SBlock(
         root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init,
-        buffers, root.match_buffers, root.annotations,
+        allocated, root.match_buffers, root.annotations,
     )  # fmt: skip
     return tirx.PrimFunc(func.params, SBlockRealize([], True, root), func.ret_type, func.attrs)
 

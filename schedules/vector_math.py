@@ -87,8 +87,8 @@ def exp2(x: tirx.Expr) -> tirx.Expr:
 def exp2_short(x: tirx.Expr) -> tirx.Expr:
     """2**x for x <= 0 with a relative error of 3e-6, in about half the instructions of `exp2`.
 
-    Exactly 1 at 0 and 0 from -127 down (so for -inf); between -127 and -126 the error is below 2**-126. A NaN whose nine
-    low bits are 0 (all that come from 16-bit types, and what arithmetic makes) gives NaN.
+    Exactly 1 at 0 and 0 from -127 down (so for -inf); between -127 and -126 the error is below 2**-126. A NaN whose
+    nine low bits are 0 (all that come from 16-bit types, and what arithmetic makes) gives NaN.
     """
 
     def polynomial(fraction: tirx.Expr) -> tirx.Expr:

@@ -60,8 +60,9 @@ class PagedShape:
         else:
             qo_heads, group = heads * workload.group, workload.group
         names = ("head_dim_qk", "head_dim_vo", "num_items", "num_tokens")
-        sizes = (size(name) for name in names)
-        return PagedShape(block_q, chunk, qo_heads, heads, group, *sizes, block_q * group if rows is None else rows)
+        dim, dim_vo, items, tokens = (size(name) for name in names)
+        filled = block_q * group if rows is None else rows
+        return PagedShape(block_q, chunk, qo_heads, heads, group, dim, dim_vo, items, tokens, filled)
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,12 @@ def space(workload: Workload, target: Target) -> Space:
 def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     """The named decisions and their values.
 
-    rows: query rows of an item (its tokens times the group, filled up). block_rows: of them, those whose softmax is done
-    at a time. chunk: keys per softmax chunk. qk_keys, qk_rows: keys and query rows of one product of scores. pv_keys,
-    pv_rows, pv_columns: keys, query rows and value columns of one product of values. prefetch_k, prefetch_v: keys between
-    a row's prefetch and its copy, 0 = none. prefetch_level: the cache it goes to. prefetch_across: while keys are
-    copied, ask for the same chunk's values; while values are, for the next chunk's keys. max_split: see the planner.
+    rows: query rows of an item (its tokens times the group, filled up). block_rows: of them, those whose softmax is
+    done at a time. chunk: keys per softmax chunk. qk_keys, qk_rows: keys and query rows of one product of scores.
+    pv_keys, pv_rows, pv_columns: keys, query rows and value columns of one product of values. prefetch_k, prefetch_v:
+    keys between a row's prefetch and its copy, 0 = none. prefetch_level: the cache it goes to. prefetch_across: while
+    keys are copied, ask for the same chunk's values; while values are, for the next chunk's keys. max_split: see the
+    planner.
     """
     decode = workload.operator == "paged_decode"
     rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512)
@@ -100,31 +101,43 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
         "pv_rows": (16, 32),
         "pv_columns": tuple(n for n in (16, 32, 64) if _dims(workload)[1] % n == 0),
         "prefetch_k": (0, 8, 16, 32, 64),
-        "prefetch_v": (0, 8, 16, 32, 64),
+        "prefetch_v": (0, 8, 16, 32, 64, 128),
         "prefetch_level": (1, 2),
         "prefetch_across": (0, 1),
     } | ({"max_split": (0, 256, 512, 1024)} if decode else {})
 
 
 def default(workload: Workload) -> dict[str, int]:
-    """The untuned schedule."""
-    decode = workload.operator == "paged_decode"
-    rows = choices(workload)["rows"][0] if decode else 256
-    side = 32 if rows % 32 == 0 else 16
-    return {
-        "rows": rows,
-        "block_rows": rows if decode else 32,
-        "chunk": 128 if decode else 256,
-        "qk_keys": 32,
-        "qk_rows": side,
+    """The untuned schedule: what the searches of the common shapes found, as far as they agree."""
+    common = {
+        "qk_rows": 16,
         "pv_keys": 64,
-        "pv_rows": side,
-        "pv_columns": max(n for n in choices(workload)["pv_columns"] if n <= 32),
-        "prefetch_k": 16 if decode else 0,
-        "prefetch_v": 16 if decode and _dims(workload)[0] == _dims(workload)[1] else 0,
+        "pv_rows": 16,
+        "prefetch_k": 16,
         "prefetch_level": 2,
-        "prefetch_across": 0,
-    } | ({"max_split": 512} if decode else {})
+    }
+    if workload.operator == "paged_decode":
+        rows = choices(workload)["rows"][0]
+        latent = _dims(workload)[1] < _dims(workload)[0]  # values that are a part of the keys come with them
+        return common | {
+            "rows": rows,
+            "block_rows": rows,
+            "chunk": 256,
+            "qk_keys": 16,
+            "pv_columns": 32 if latent else 16,
+            "prefetch_v": 16 if latent else 64,
+            "prefetch_across": 0,
+            "max_split": 512 if latent else 0,
+        }
+    return common | {
+        "rows": 256,
+        "block_rows": 32,
+        "chunk": 512,
+        "qk_keys": 32,
+        "pv_columns": 16,
+        "prefetch_v": 8,
+        "prefetch_across": 1,
+    }
 
 
 def legal(workload: Workload, decisions: Decisions) -> bool:
@@ -233,8 +246,8 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
         tiles.append(tile)
 
     sch.tensorize(two, amx.interleave_rows(dim_vo))
-    _tensorize(sch, *sch.get_loops(probabilities)[-2:], (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
-    _tensorize(sch, *sch.get_loops(queries)[-2:], (amx.TILE_ROWS, HALVES), amx.interleave_columns())
+    _tensorize(sch, probabilities, (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
+    _tensorize(sch, queries, (amx.TILE_ROWS, HALVES), amx.interleave_columns())
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
     sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
@@ -251,7 +264,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 
 
 def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
-    """The passes after scheduling: the fold by row, prefetches, and each item's own numbers of chunks, rows and keys."""
+    """The passes after scheduling: fold by row, masks, prefetches, each item's own numbers of chunks, rows and keys."""
     n = decisions
     func = lowering.in_place(fold_by_row(func, lanes=LANES), "X", "P")
     buffers = {p.name: p for p in func.params}
@@ -261,7 +274,12 @@ def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decision
     )
     group = tirx.const(_group(workload), "int64")
     table = PageTable(
-        items, *(buffers[x] for x in ("req_to_token", "req_pool_indices", "kv_start", "window")), chunk_keys
+        items,
+        buffers["req_to_token"],
+        buffers["req_pool_indices"],
+        buffers["kv_start"],
+        buffers["window"],
+        chunk_keys,
     )
 
     def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
@@ -447,8 +465,9 @@ def _dims(workload: Workload) -> tuple[int, int]:
     return workload.head_dim_qk, workload.head_dim_vo
 
 
-def _tensorize(sch: s_tir.Schedule, outer: Any, inner: Any, sizes: tuple[int, int], intrinsic: str) -> None:
+def _tensorize(sch: s_tir.Schedule, copy: Any, sizes: tuple[int, int], intrinsic: str) -> None:
     """Replace blocks of sizes[0] x sizes[1] iterations of a copy's last two loops."""
+    outer, inner = sch.get_loops(copy)[-2:]
     outer_o, outer_i = sch.split(outer, [None, sizes[0]])
     inner_o, inner_i = sch.split(inner, [None, sizes[1]])
     sch.reorder(outer_o, inner_o, outer_i, inner_i)
