@@ -25,7 +25,6 @@ class Kernel:
 
     def __init__(self, module: store.Module) -> None:
         self.run = module.function
-        self.cut_next_loop = module.cut_next_loop
         plan = module.plan
         try:
             self.tiling = Tiling(**plan) if plan else None
@@ -34,6 +33,7 @@ class Kernel:
                 f"{module.path.parent}: manifest: plan: got {plan}, expected {', '.join(Tiling._fields)}; "
                 "build it again"
             ) from None
+        self.cut_next_loop = module.cut_next_loop
 
 
 @cache

@@ -68,9 +68,17 @@ def run(
     index = (req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens)
     options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant)
     call = looks = None
-    if isinstance(plan, Plan) and all(isinstance(tensor, Tensor) for tensor in floats if tensor is not None):
-        looks = _looks(floats)
-        call = _recall(plan, looks, index, options)
+    if isinstance(plan, Plan):
+        try:
+            # All that the checks ask of tensors that hold numbers.
+            looks = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in floats]
+        except AttributeError:
+            pass  # no tensor: the checks say which
+        else:
+            for known_looks, known_index, known_options, known in plan.calls:
+                if known_looks == looks and known_options == options and all(map(operator.is_, known_index, index)):
+                    call = known
+                    break
     if call is None:
         plan, call = _prepare(
             extend_seq_lens, q, k_new, v_new, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
@@ -79,7 +87,8 @@ def run(
             batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
         if looks is not None and not call.detach:
-            _remember(plan, looks, index, options, call)
+            plan.calls.append((looks, index, options, call))
+            del plan.calls[:-_REMEMBERED_CALLS]
     assert plan is not None
     attend, work = call.attend, call.work
     if call.detach:
@@ -122,7 +131,7 @@ def run(
         write_rows(call.dtype, *write, k_buffer, v_buffer)
     if not work.num_items:
         return (out, lse) if return_lse else out
-    sinks_f32 = sinks_off(num_qo_heads, q.device) if sinks is None else plan.sinks_f32(sinks)
+    sinks_f32 = call.no_sinks if sinks is None else plan.sinks_f32(sinks)
     narrowed = plan.narrowed
     if call.new_only:
         assert k_new is not None and v_new is not None
@@ -161,6 +170,9 @@ class _Call(NamedTuple):
 
     detach: an argument requires a gradient. dense: last dimensions of all inputs are. new_only: the buffers are not
     read and may have other sizes than the new keys. The rest is named as in docs/kernel-abi.md.
+
+    A plan remembers calls (Plan.calls) for later ones that could not be told from them by the checks: index tensors are
+    the very same (callers keep theirs for all layers of a step), the other tensors look alike.
     """
 
     attend: Kernel
@@ -175,32 +187,11 @@ class _Call(NamedTuple):
     new_only: bool
     dense: bool
     detach: bool
+    no_sinks: Tensor
 
 
 # Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
 _REMEMBERED_CALLS = 8
-
-
-def _looks(tensors: tuple[Tensor | None, ...]) -> list:
-    """All that the checks ask of tensors that hold numbers."""
-    return [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-
-
-def _recall(plan: Plan, looks: list, index: tuple, options: tuple) -> _Call | None:
-    """The outcome of the checks of an earlier call with this plan that could not have been told from this one.
-
-    An index tensor must be the very one (callers keep theirs for all layers of a step); the others must look alike.
-    """
-    for known_looks, known_index, known_options, call in plan.calls:
-        if known_looks == looks and known_options == options and all(map(operator.is_, known_index, index)):
-            return call
-    return None
-
-
-def _remember(plan: Plan, looks: list, index: tuple, options: tuple, call: _Call) -> None:
-    if len(plan.calls) >= _REMEMBERED_CALLS:
-        del plan.calls[0]
-    plan.calls.append((looks, index, options, call))
 
 
 def _prepare(
@@ -340,6 +331,7 @@ def _prepare(
         lookahead=0 if causal else OFF,
         new_only=new_only,
         dense=all(tensor is dense_rows(tensor) for tensor in inputs.values()),
+        no_sinks=sinks_off(num_qo_heads, device),
         detach=any(tensor.requires_grad for tensor in (*inputs.values(), sinks, out, lse) if tensor is not None),
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def command(
     """
     import torch
 
-    from tilewright.codegen.bench import cases, machine, overhead, report, vllm_peer
+    from tilewright.codegen.bench import batches, cases, machine, overhead, report, vllm_peer
     from tilewright.codegen.records import current_environment
     from tilewright.runtime import env
 
@@ -111,7 +111,9 @@ def command(
         if with_costs:
             click.echo("costs of a call ...", err=True)
             costs = overhead.call_costs(rounds=COST_ROUNDS, seconds=min(1.0, seconds))
-            costs += [overhead.alternation_cost(rounds=COST_ROUNDS), *overhead.invariance_costs(rounds, seconds)]
+            costs.append(overhead.alternation_cost(rounds=COST_ROUNDS))
+            few, brief = min(rounds, QUICK_ROUNDS), min(seconds, QUICK_SECONDS)
+            costs += [*batches.invariance_costs(few, brief), *batches.balance_costs(few, brief)]
             costs.append(overhead.load_cost())
     outcome = report.Report(
         command=shlex.join(["tilewright", *sys.argv[1:]]),

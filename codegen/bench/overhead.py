@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -25,7 +23,6 @@ from tilewright.codegen.tolerances import PAGED
 from tilewright.runtime import store
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.planner import OFF
-from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.catalog import all_workloads
 from tilewright.schedules.targets import TARGETS
 from tilewright.schedules.workload import Workload
@@ -135,39 +132,6 @@ def alternation_cost(*, rounds: int) -> Cost:
 
     name = "a kernel and a torch operator in turn, over the two alone"
     return Cost(name, over("median"), over("low"), over("high"), "us", REQUIRED_ALTERNATION_US)
-
-
-def invariance_costs(rounds: int, seconds: float) -> list[Cost]:
-    """What the batch-invariant mode costs: its time over that of the default, decode of 16 and extend of 4 requests."""
-    group, dim, dtype = DECODE.group or 1, DECODE.head_dim_qk or 0, DTYPES[DECODE.dtype]
-    heads, batch, tokens = group * KV_HEADS, 4, 2048
-    slots = batch * tokens
-    keys, values = (pool_zeros((slots, KV_HEADS, dim), dtype).normal_() for _ in range(2))
-    table, rows = torch.randperm(slots).view(batch, tokens).int(), torch.arange(batch).int()
-    lengths, news = (torch.full((batch,), n, dtype=torch.int32) for n in (tokens, 128))
-    costs = []
-    for name in ("decode", "extend"):
-        contestants = []
-        for invariant in (False, True):
-            sizes: dict[str, Any] = {
-                "num_qo_heads": heads, "num_kv_heads": KV_HEADS, "head_dim_qk": dim, "head_dim_vo": dim,
-                "device": "cpu",
-            }  # fmt: skip
-            if name == "decode":
-                q = torch.randn(batch, heads, dim).to(dtype)
-                plan = tilewright.plan_decode(lengths, batch_invariant=invariant, **sizes)
-                call = partial(tilewright.decode_attention, q, keys, values, table, rows, lengths)
-            else:
-                q = torch.randn(int(news.sum()), heads, dim).to(dtype)
-                plan = tilewright.plan_extend(lengths, news, batch_invariant=invariant, **sizes)
-                call = partial(tilewright.extend_attention, q, None, None, keys, values, table, rows, lengths, news)
-            run = partial(call, out=torch.empty_like(q), plan=plan, batch_invariant=invariant)
-            contestants.append(Contestant(str(invariant), "untuned", [Call(run, lambda _: ())]))
-        default, invariant_ = measure(contestants, rounds=rounds, seconds=min(1.0, seconds)).timings
-        median, low, high = (time / default.median for time in (invariant_.median, invariant_.low, invariant_.high))
-        title = f"batch-invariant {name} over the default, 4 requests of 2048 keys"
-        costs.append(Cost(title, median, low, high, "x"))
-    return costs
 
 
 def load_cost(processes: int = PROCESSES) -> Cost:

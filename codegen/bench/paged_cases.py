@@ -31,8 +31,8 @@ from tilewright.codegen.tolerances import PAGED
 from tilewright.runtime.pool_memory import pool_zeros
 
 _BASE = 1 << 22
-# A call of extend reads little beside what it computes: more copies would only take memory.
-MOST_EXTEND_COPIES = 32
+# A call of extend reads little beside what it computes: more copies would only take memory, and time to be checked.
+MOST_EXTEND_COPIES = 8
 
 
 def _sizes(case: Case) -> tuple[int, int, int, int, torch.dtype]:
@@ -120,13 +120,13 @@ def extend(case: Case, roots: Roots | None, cold: int) -> Setup:
     row_bytes = kv_heads * (dim + dim_v) * dtype.itemsize
     count = min(copies(batch * length * row_bytes, cold), MOST_EXTEND_COPIES)
     base = _base(dtype)
-    slots = max(count * batch * prefix, 1)
+    slots = max(count * batch * prefix, cold // row_bytes) if prefix else 1
     k_buffer, v_buffer = _filled(base, 0, slots, kv_heads, dim), _filled(base, 977, slots, kv_heads, dim_v)
     k_new = _filled(base, 1999, count, batch * tokens, kv_heads, dim)
     v_new = _filled(base, 3001, count, batch * tokens, kv_heads, dim_v)
     q = draw()(batch * tokens, heads, dim).to(dtype)
-    order = torch.randperm(count * batch * prefix, generator=torch.Generator().manual_seed(SEED))
-    tables = order.view(count, batch, prefix)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(SEED))
+    tables = order[: count * batch * prefix].view(count, batch, prefix)
     rows = torch.arange(batch, dtype=torch.int32)
     lengths, news = (torch.full((batch,), n, dtype=torch.int32) for n in (length, tokens))
 
@@ -178,7 +178,8 @@ def extend(case: Case, roots: Roots | None, cold: int) -> Setup:
         (PAGED[dtype],),
         2.0 * batch * heads * (dim + dim_v) * (prefix * tokens + tokens * (tokens + 1) / 2),
         float(batch * length * row_bytes + (q.numel() + batch * tokens * heads * dim_v) * dtype.itemsize),
-        f"bound by arithmetic; {count} copies of {batch * length * row_bytes / 1e6:.0f} MB of keys and values in turn",
+        f"bound by arithmetic: {count} copies of {batch * length * row_bytes / 1e6:.0f} MB of keys and values in turn"
+        + (f", prefixes in random order in a pool of {slots * row_bytes / 1e6:.0f} MB" if prefix else ""),
     )
 
 

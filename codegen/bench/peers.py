@@ -8,6 +8,7 @@ layout, decay tables and slices ready.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,9 +43,8 @@ def extend(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Form]:
     group = heads // kv_heads
     many_keys, many_values = (x.repeat_interleave(group, 1) for x in (keys, values))
     rows = q.reshape(batch, kv_heads, group * tokens, dim)
-    mask = torch.ones((tokens, length), dtype=torch.bool).tril(length - tokens)
-    causal = {"is_causal": True} if length == tokens else {"attn_mask": mask}
-    row_mask = mask.repeat(group, 1)
+    row_mask = _causal_mask(tokens, length, group)
+    causal = {"is_causal": True} if length == tokens else {"attn_mask": row_mask[:tokens]}
     return {
         "sdpa enable_gqa": lambda: scaled_dot_product_attention(q, keys, values, enable_gqa=True, **causal),
         "sdpa expanded": lambda: scaled_dot_product_attention(q, many_keys, many_values, **causal),
@@ -52,6 +52,11 @@ def extend(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Form]:
             rows, keys, values, attn_mask=row_mask
         ).view_as(q),
     }
+
+
+@lru_cache(1)  # copies of a row share it: it can be larger than their keys
+def _causal_mask(tokens: int, length: int, repeats: int) -> Tensor:
+    return torch.ones((tokens, length), dtype=torch.bool).tril(length - tokens).repeat(repeats, 1)
 
 
 def lightning_decode(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float) -> dict[str, Form]:

@@ -108,21 +108,33 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
 
+    pairs = _pairs(workload, target)
+    width = pairs * lanes
+
+    def paired(*index: tirx.Expr) -> tuple[tirx.Expr, ...]:
+        *outer, last = index
+        return *outer, last // width, last % pairs, last % width // pairs
+
     row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
-    sch.reorder(chunk, row, column)
+    column, lane, pair = sch.split(column, [None, lanes, pairs])
+    sch.reorder(chunk, row, column, pair, lane)
+    sch.vectorize(lane)
     sch.compute_at(_block(sch, "O"), chunk, preserve_unit_loops=True)
     o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
     # A tile of value rows stays in the first-level cache while the register tile walks over its columns.
     o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
-    o_column_o, o_column = sch.split(o_column, [None, n["pv_vectors"] * lanes])
-    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_column)
+    vectors = n["pv_vectors"] // pairs
+    o_column_o, o_vector, o_lane, o_pair = sch.split(o_column, [None, vectors, lanes, pairs])
+    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_vector, o_pair, o_lane)
+    for block, output in (("O", 0), ("acc", 2)):
+        sch.transform_layout(_block(sch, block), ("write", output), paired, assume_injective_transform=True)
     for name in ("Vf", "Vg"):
         sch.compute_inline(_block(sch, name))
     for name in ("l", "P", "m", "X"):
         sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
 
     *_, dim = sch.get_loops(_block(sch, "S"))
-    _, lane = sch.split(dim, [None, lanes])
+    _, lane, _ = sch.split(dim, [None, lanes, pairs])
     partial = sch.rfactor(lane, 5)
     key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
     key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
@@ -130,22 +142,24 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.set_scope(_block(sch, "S"), 0, "local")
     sch.compute_at(partial, key_m, preserve_unit_loops=True)
     sch.set_scope(partial, 0, "local")
-    s_lane, _, _, _, s_key, s_row, dim = sch.get_loops(partial)[-7:]
-    sch.reorder(dim, s_key, s_row, s_lane)
+    s_lane, _, _, _, s_key, s_row, dim, s_pair = sch.get_loops(partial)[-8:]
+    sch.reorder(dim, s_pair, s_key, s_row, s_lane)
     for name in ("Kf", "Kg"):
         sch.compute_inline(_block(sch, name))
     sch.compute_at(_block(sch, "slot"), chunk, preserve_unit_loops=True)
     for name in ("bound_lo", "bound_hi", "Qf"):
         sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
     sch.compute_inline(_block(sch, "Qg"))
+    sch.transform_layout(_block(sch, "Qf"), ("write", 0), paired, assume_injective_transform=True)
 
-    _vectorize_last(sch, lanes, "Qf")
+    q_dim, q_lane, q_pair = sch.split(sch.get_loops(_block(sch, "Qf"))[-1], [None, lanes, pairs])
+    sch.reorder(q_dim, q_pair, q_lane)
+    sch.vectorize(q_lane)
     sch.unroll(sch.split(o_key_i, [None, n["pv_unroll"]])[1])
-    for loop in (s_key, s_row, o_row, key_i):
+    for loop in (s_pair, s_key, s_row, o_row, o_vector, o_pair, key_i):
         sch.unroll(loop)
-    for loop in (s_lane, o_column):
+    for loop in (s_lane, o_lane):
         sch.vectorize(loop)
-    _vectorize_last(sch, lanes, "acc")
     sum_lane, *units, sum_key, sum_row = sch.get_loops(_block(sch, "S"))[-6:]
     sch.reorder(*units, sum_key, sum_row, sum_lane)
     intrinsic = sums_of_lanes(int(sch.get(sum_key).extent), int(sch.get(sum_row).extent), lanes)
@@ -290,7 +304,8 @@ Choices = dict[str, tuple[int, ...]]
 def _decode_decisions(
     workload: Workload, target: Target
 ) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
-    vectors = _divisor_vectors(workload.head_dim_vo, target.lanes)
+    pairs = _pairs(workload, target)
+    vectors = tuple(v for v in _divisor_vectors(workload.head_dim_vo, target.lanes) if v % pairs == 0)
     choices = {
         "block_q": (1,),
         "chunk": (64, 128, 256, 512),
@@ -309,7 +324,7 @@ def _decode_decisions(
         # Accumulators that do not fit the registers are spilled in the innermost loop.
         registers = max(n["qk_keys"] * rows, n["pv_vectors"] * rows)
         return n["chunk"] % n["key_tile"] == 0 and (
-            registers <= target.registers - 2 or (n["qk_keys"] == 1 and n["pv_vectors"] == 1)
+            registers <= target.registers - 2 or (n["qk_keys"] == 1 and n["pv_vectors"] == pairs)
         )
 
     return choices, default, legal
@@ -354,6 +369,15 @@ def _extend_decisions(
         )
 
     return choices, default, legal
+
+
+def _pairs(workload: Workload, target: Target) -> int:
+    """Into how many vectors decode sorts the elements of a row: i, i + pairs, i + 2 pairs ... lie in one."""
+    # bf16 becomes f32 by a shift of the even elements and a mask of the odd ones.
+    even = all(
+        dim is not None and dim % (2 * target.lanes) == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo)
+    )
+    return 2 if workload.dtype == "bf16" and even else 1
 
 
 def _divisor_vectors(columns: int | None, lanes: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from tilewright.codegen import cli, roofline
-from tilewright.codegen.bench import cases, machine, overhead, paged_cases, vllm_peer
+from tilewright.codegen.bench import batches, cases, machine, overhead, paged_cases, vllm_peer
 from tilewright.codegen.bench.protocol import check, measure, warm
 from tilewright.codegen.tolerances import PAGED
 from tilewright.runtime import dispatch, env, features, store
@@ -243,9 +243,25 @@ def test_costs():
     module("paged_decode-bf16-g4-d128"), module("paged_extend-bf16-g4-d128"), module("merge-bf16")
     cost = overhead.alternation_cost(rounds=20)
     assert (cost.unit, cost.required) == ("us", 30.0) and cost.low <= cost.median <= cost.high
-    decode, extend = overhead.invariance_costs(2, 0)
-    assert "decode" in decode.name and "extend" in extend.name
-    assert all(0.1 < item.median < 10 for item in (decode, extend))
+    for costs in (
+        batches.invariance_costs(2, 0),
+        batches.balance_costs(2, 0, decode=[(1300, 1)] + [(40, 1)] * 6, extend=[(0, 200)] + [(90, 1)] * 5),
+    ):
+        assert ["decode" in costs[0].name, "extend" in costs[1].name] == [True, True]
+        assert all(0.05 < cost.median < 20 and cost.unit == "x" for cost in costs)
+    assert costs[0].required == 1.25
+
+
+def test_the_even_batch_is_the_same_work():
+    module("paged_extend-bf16-g4-d128")
+    lengths = [(0, 200)] + [(90, 1)] * 5
+    plan, _ = batches.Pool(1000).attention("extend", lengths)
+    alike = batches.even(plan, "extend")
+    kernel = dispatch.kernel("paged_extend", "bf16", 4, 128, 128)
+    items = plan.work(kernel.tiling, 2**30, True).items
+    assert len(set(alike)) == 1 and len(alike) == len(items)
+    assert sum(map(sum, alike)) == pytest.approx(int(items[:, 4].sum()), rel=0.01)
+    assert all(1 <= new <= kernel.tiling.block_q for _, new in alike)
 
 
 def test_pools_do_not_repeat_rows():

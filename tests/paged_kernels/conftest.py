@@ -1,6 +1,6 @@
 """Fixtures of the kernel tests: the built modules of this checkout behind the public functions."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ class Modules:
         root = build(workload, TARGET).folder.parent.parent
         module = self._load(workload, TARGET, root=root)
         plan = module.plan | {"chunk": 16, "min_split": 16} if paged and self.split else module.plan
-        return SimpleNamespace(function=module.function, plan=plan)
+        return replace(module, plan=plan)
 
 
 @pytest.fixture(scope="module")
