@@ -229,21 +229,18 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
     sch.unroll(sch.get_loops(values)[-3])
     _vectorize(sch, LANES, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi", "F", "lse_row")))
-    for name, of_chains in partial.items():
-        *outer, r, tile, t = sch.get_loops(of_chains)[-7:]
+    for name, chains in partial.items():
+        chain, *outer, r, tile, t = sch.get_loops(chains)[-7:]
         vectors, lane = sch.split(r, [None, LANES])
-        if of_chains != sch.get_sblock(name):
-            sch.reorder(*outer[1:], tile, t, outer[0], vectors, lane)
-            joined = sch.get_sblock(name)
-            _vectorize(sch, LANES, joined)
-            _vectorize(sch, LANES, sch.decompose_reduction(joined, sch.get_loops(joined)[-6]))
-            sch.unroll(outer[0])
-        else:
-            sch.reorder(tile, t, vectors, lane)
-        sch.unroll(vectors)
+        sch.reorder(*outer, tile, t, chain, vectors, lane)
+        for unrolled in (chain, vectors):
+            sch.unroll(unrolled)
         sch.vectorize(lane)
-        _vectorize(sch, LANES, sch.decompose_reduction(of_chains, tile))
+        _vectorize(sch, LANES, sch.decompose_reduction(chains, tile))
         tiles.append(tile)
+        joined = sch.get_sblock(name)
+        _vectorize(sch, LANES, joined)
+        _vectorize(sch, LANES, sch.decompose_reduction(joined, sch.get_loops(joined)[-6]))
 
     sch.tensorize(two, amx.interleave_rows(dim_vo))
     _tensorize(sch, probabilities, (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
@@ -439,7 +436,7 @@ def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
 
 
 def _side_by_side(sch: s_tir.Schedule, name: str, tile_keys: int, block_rows: int) -> Any:
-    """Reduce over keys in several chains, joined at the end; the block of the chains."""
+    """Reduce over keys in chains (one, if a block has rows enough) that are joined at the end; the chains' block."""
     chains = max(1, CHAINS * LANES // block_rows)
     key = sch.get_loops(sch.get_sblock(name))[-1]
     _, _, chain = sch.split(key, [None, tile_keys // chains, chains])
