@@ -53,8 +53,12 @@ def export(executable: tvm.runtime.Executable, path: Path) -> None:
     check_symbols(path)
 
 
-def check_symbols(path: Path) -> None:
+def check_symbols(path: Path, served: frozenset[str] = PATCHED_SYMBOLS) -> None:
     """Refuse a library that would not load, or not run, in a process without TVM.
+
+    Args:
+        path: of the library.
+        served: the pointers that its launcher fills in.
 
     Raises:
         BuildError: it wants a foreign function (libm's, for one) or has a TVM pointer that the launcher does not serve.
@@ -72,9 +76,18 @@ def check_symbols(path: Path) -> None:
             f"{path}: undefined symbols: expected those of libtvm_ffi only, got {', '.join(foreign)}; "
             "write the function as a tensor expression (schedules/vector_math.py)"
         )
-    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in PATCHED_SYMBOLS)
+    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in served)
     if unserved:
         raise BuildError(f"{path}: needs {', '.join(unserved)}, which the launcher does not serve")
+
+
+def link(objects: Path, path: Path) -> None:
+    """Link one object file of the compiler into a shared library.
+
+    Raises:
+        BuildError: the linker is missing or failed; the message holds what it said.
+    """
+    _run(["cc", "-shared", "-fPIC", *LINK_OPTIONS, "-o", str(path), str(objects)])
 
 
 def compile_c(source: Path, path: Path) -> None:
