@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tilewright
+from tilewright.codegen.cuda_toolchain import compiler_version
 from tilewright.runtime import launcher
 from tilewright.runtime.errors import BuildError, Error
 from tilewright.runtime.manifest import (
@@ -147,7 +148,11 @@ def fingerprint(workload: Workload, target: Target, decisions: Mapping[str, int]
             "target": asdict(target),
             "decisions": decisions,
             "sources": [source_digest(space_module(workload, target)), source_digest(f"{__package__}.compile")],
-            "versions": [version("apache-tvm"), version("apache-tvm-ffi")],
+            "versions": [
+                version("apache-tvm"),
+                version("apache-tvm-ffi"),
+                *([compiler_version()] if target.family == "cuda" else []),
+            ],
         }
     )
 
@@ -295,9 +300,12 @@ def build(
     except Exception as error:  # whatever TVM raises: its errors have no common base
         raise BuildError(f"{workload.name} for {target}: TVM cannot compile decisions {final}: {error}") from error
     with _staging(folder) as staging:
-        export(executable, staging / MODULE_NAME)
+        export(executable, staging / MODULE_NAME, launches=where.family == "cuda")
         (staging / "module.tir.py").write_text(module.script())
-        (staging / "module.s").write_text(executable.mod.inspect_source("asm"))
+        if where.family == "cuda":
+            (staging / "module.cu").write_text(executable.mod.imports[0].inspect_source())
+        else:
+            (staging / "module.s").write_text(executable.mod.inspect_source("asm"))
         record = {
             "workload": workload.name,
             "target": target,

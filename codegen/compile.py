@@ -6,6 +6,7 @@ What this file does is part of every module's fingerprint: a change here rebuild
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 # -Bsymbolic: a foreign module opened with RTLD_GLOBAL would otherwise take over our backend pointers and functions.
 LINK_OPTIONS = ("-Wl,-Bsymbolic", "-Wl,-z,relro", "-Wl,-z,noexecstack")
+# What libtvm_ffi fills in when it opens a module: how host code finds and calls the kernels it was built with.
+_LAUNCH_SYMBOLS = frozenset(
+    {"__TVMFFIEnvModLookupFromImports", "__TVMFFIFunctionCall", "__TVMFFIHandleInitOnce", "__TVMFFIErrorSetRaisedFromCStr"}
+)
 # LLVM makes these of plain loops; every process has them.
 LIBC_FUNCTIONS = frozenset({"memcpy", "memmove", "memset"})
 
@@ -32,16 +37,30 @@ def tvm_target(target: Target) -> tvm.target.Target:
 
 
 def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executable:
-    """Compile scheduled functions for a target with TVM's default pipeline for them."""
+    """Compile functions for a target: scheduled ones for a CPU, kernels written out in full for a GPU.
+
+    Raises:
+        BuildError: the target is a GPU and its compiler is not installed.
+    """
     import tvm
 
     where = tvm_target(target)
-    with where:
-        return tvm.compile(module, target=where)
+    if target.family != "cuda":
+        with where:
+            return tvm.compile(module, target=where)
+    from tilewright.codegen.cuda_toolchain import toolchain
+
+    with toolchain(), where:
+        return tvm.compile(module, target=where, tir_pipeline="tirx")
 
 
-def export(executable: tvm.runtime.Executable, path: Path) -> None:
+def export(executable: tvm.runtime.Executable, path: Path, *, launches: bool = False) -> None:
     """Link the executable into a shared library at `path` and check what it needs from its process.
+
+    Args:
+        executable: what compile_module made.
+        path: where.
+        launches: whether it launches kernels of a GPU, which it does through functions of its runtime.
 
     Raises:
         BuildError: no C compiler, the linker failed, or the library needs more than libtvm_ffi and the launcher give.
@@ -50,11 +69,15 @@ def export(executable: tvm.runtime.Executable, path: Path) -> None:
         executable.export_library(str(path), options=list(LINK_OPTIONS))
     except (RuntimeError, ValueError, OSError) as error:
         raise BuildError(f"{path}: cannot be linked (is there a C compiler, cc?): {error}") from error
-    check_symbols(path)
+    check_symbols(path, served=_LAUNCH_SYMBOLS if launches else PATCHED_SYMBOLS)
 
 
-def check_symbols(path: Path) -> None:
+def check_symbols(path: Path, served: Collection[str] = PATCHED_SYMBOLS) -> None:
     """Refuse a library that would not load, or not run, in a process without TVM.
+
+    Args:
+        path: the library.
+        served: TVM's pointers in it that something fills in: the launcher, or libtvm_ffi for modules of a GPU.
 
     Raises:
         BuildError: it wants a foreign function (libm's, for one) or has a TVM pointer that the launcher does not serve.
@@ -72,18 +95,25 @@ def check_symbols(path: Path) -> None:
             f"{path}: undefined symbols: expected those of libtvm_ffi only, got {', '.join(foreign)}; "
             "write the function as a tensor expression (schedules/vector_math.py)"
         )
-    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in PATCHED_SYMBOLS)
+    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in served)
     if unserved:
-        raise BuildError(f"{path}: needs {', '.join(unserved)}, which the launcher does not serve")
+        raise BuildError(f"{path}: needs {', '.join(unserved)}, which nothing serves at run time")
 
 
-def compile_c(source: Path, path: Path) -> None:
+def compile_c(source: Path, path: Path, *, soname: str = "", exported: bool = False) -> None:
     """Compile one C file without dependencies into a shared library.
+
+    Args:
+        source: the C file.
+        path: the library to make.
+        soname: name under which other libraries ask for it.
+        exported: whether functions that do not say so are visible outside.
 
     Raises:
         BuildError: the compiler is missing or failed; the message holds what it said.
     """
-    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-o", str(path), str(source)])
+    options = [*(() if exported else ("-fvisibility=hidden",)), *((f"-Wl,-soname,{soname}",) if soname else ())]
+    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *options, "-Wall", "-o", str(path), str(source)])
 
 
 def _run(command: list[str]) -> str:

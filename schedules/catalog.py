@@ -7,6 +7,8 @@ from tilewright.schedules.workload import DTYPES, Workload
 
 # (head dim, query heads per KV head) that get a kernel of their own; general modules serve every other shape.
 PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
+# The same for GPUs, which have no general modules yet: groups from none to that of the largest models in use.
+CUDA_PAGED_SHAPES = (*PAGED_SHAPES, (128, 1), (128, 8), (64, 8))
 LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
 _LIGHTNING = ("lightning_decode", "lightning_extend")
@@ -20,8 +22,8 @@ TUNE_PRESET = (
 )
 
 
-def _paged(dtype: str) -> list[Workload]:
-    return [Workload(operator, dtype, group, dim, dim) for operator in _PAGED for dim, group in PAGED_SHAPES]
+def _paged(dtype: str, shapes: tuple[tuple[int, int], ...] = PAGED_SHAPES) -> list[Workload]:
+    return [Workload(operator, dtype, group, dim, dim) for operator in _PAGED for dim, group in shapes]
 
 
 def _everything(dtype: str) -> list[Workload]:
@@ -36,7 +38,19 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     Raises:
         ValueError: no such target.
     """
-    if get_target(target).family == "amx":
+    family = get_target(target).family
+    if family == "cuda":
+        # Tensor cores multiply 16-bit numbers.
+        return tuple(
+            workload
+            for dtype in ("bf16", "fp16")
+            for workload in (
+                *_paged(dtype, CUDA_PAGED_SHAPES),
+                Workload("merge", dtype),
+                Workload("write_kv", dtype),
+            )
+        )
+    if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
         return tuple(_paged("bf16"))
     return tuple(workload for dtype in DTYPES for workload in _everything(dtype))
