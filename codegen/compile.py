@@ -6,7 +6,6 @@ What this file does is part of every module's fingerprint: a change here rebuild
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
 
 # -Bsymbolic: a foreign module opened with RTLD_GLOBAL would otherwise take over our backend pointers and functions.
 LINK_OPTIONS = ("-Wl,-Bsymbolic", "-Wl,-z,relro", "-Wl,-z,noexecstack")
-# What libtvm_ffi fills in when it opens a module: how host code finds and calls the kernels it was built with.
-_LAUNCH_SYMBOLS = frozenset(
-    {"__TVMFFIEnvModLookupFromImports", "__TVMFFIFunctionCall", "__TVMFFIHandleInitOnce", "__TVMFFIErrorSetRaisedFromCStr"}
-)
 # LLVM makes these of plain loops; every process has them.
 LIBC_FUNCTIONS = frozenset({"memcpy", "memmove", "memset"})
 
@@ -45,7 +40,7 @@ def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executab
     import tvm
 
     where = tvm_target(target)
-    if target.family != "cuda":
+    if target.device == "cpu":
         with where:
             return tvm.compile(module, target=where)
     from tilewright.codegen.cuda_toolchain import toolchain
@@ -54,13 +49,8 @@ def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executab
         return tvm.compile(module, target=where, tir_pipeline="tirx")
 
 
-def export(executable: tvm.runtime.Executable, path: Path, *, launches: bool = False) -> None:
+def export(executable: tvm.runtime.Executable, path: Path) -> None:
     """Link the executable into a shared library at `path` and check what it needs from its process.
-
-    Args:
-        executable: what compile_module made.
-        path: where.
-        launches: whether it launches kernels of a GPU, which it does through functions of its runtime.
 
     Raises:
         BuildError: no C compiler, the linker failed, or the library needs more than libtvm_ffi and the launcher give.
@@ -69,15 +59,15 @@ def export(executable: tvm.runtime.Executable, path: Path, *, launches: bool = F
         executable.export_library(str(path), options=list(LINK_OPTIONS))
     except (RuntimeError, ValueError, OSError) as error:
         raise BuildError(f"{path}: cannot be linked (is there a C compiler, cc?): {error}") from error
-    check_symbols(path, served=_LAUNCH_SYMBOLS if launches else PATCHED_SYMBOLS)
+    check_symbols(path)
 
 
-def check_symbols(path: Path, served: Collection[str] = PATCHED_SYMBOLS) -> None:
+def check_symbols(path: Path, served: frozenset[str] = PATCHED_SYMBOLS) -> None:
     """Refuse a library that would not load, or not run, in a process without TVM.
 
     Args:
-        path: the library.
-        served: TVM's pointers in it that something fills in: the launcher, or libtvm_ffi for modules of a GPU.
+        path: of the library.
+        served: the pointers that its launcher fills in.
 
     Raises:
         BuildError: it wants a foreign function (libm's, for one) or has a TVM pointer that the launcher does not serve.
@@ -97,7 +87,16 @@ def check_symbols(path: Path, served: Collection[str] = PATCHED_SYMBOLS) -> None
         )
     unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in served)
     if unserved:
-        raise BuildError(f"{path}: needs {', '.join(unserved)}, which nothing serves at run time")
+        raise BuildError(f"{path}: needs {', '.join(unserved)}, which the launcher does not serve")
+
+
+def link(objects: Path, path: Path) -> None:
+    """Link one object file of the compiler into a shared library.
+
+    Raises:
+        BuildError: the linker is missing or failed; the message holds what it said.
+    """
+    _run(["cc", "-shared", "-fPIC", *LINK_OPTIONS, "-o", str(path), str(objects)])
 
 
 def compile_c(source: Path, path: Path, *, soname: str = "", exported: bool = False) -> None:

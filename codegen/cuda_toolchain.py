@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -144,41 +143,14 @@ def toolchain() -> Iterator[None]:
 # ---- reading machine code ----
 
 
-def cubin(library: Path) -> bytes:
-    """The machine code for the GPU inside a built module.
+def kernels(cubin: Path) -> list[Kernel]:
+    """Disassemble the kernels of a built module's machine code.
 
     Raises:
-        BuildError: there is none (or only source text).
+        BuildError: a disassembler of the cuda extra is missing or failed.
     """
-    data = library.read_bytes()
-    # A cubin is an ELF file for machine 190 (EM_CUDA); its section headers come last.
-    start = data.find(b"\x7fELF\x02\x01", 4)
-    while start >= 0:
-        if struct.unpack_from("<H", data, start + 18)[0] == 190:
-            headers, size, count = (
-                *struct.unpack_from("<Q", data, start + 40),
-                *struct.unpack_from("<HH", data, start + 58),
-            )
-            programs, program_size, program_count = (
-                *struct.unpack_from("<Q", data, start + 32),
-                *struct.unpack_from("<HH", data, start + 54),
-            )
-            return data[start : start + max(headers + size * count, programs + program_size * program_count)]
-        start = data.find(b"\x7fELF\x02\x01", start + 4)
-    raise BuildError(f"{library}: holds no machine code for a GPU")
-
-
-def kernels(library: Path) -> list[Kernel]:
-    """Disassemble the kernels of a built module.
-
-    Raises:
-        BuildError: it holds none, or a disassembler of the cuda extra is missing or failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        path = Path(folder) / "module.cubin"
-        path.write_bytes(cubin(library))
-        usage = _run_tool("cuobjdump", "--dump-resource-usage", str(path))
-        assembly = _run_tool("nvdisasm", str(path))
+    usage = _run_tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    assembly = _run_tool("nvdisasm", str(cubin))
     found = []
     for name, resources in re.findall(r"Function (\S+?):\s*\n\s*(.*)", usage):
         numbers = dict(re.findall(r"([A-Z]+)(?:\[\d+\])?:(\d+)", resources))

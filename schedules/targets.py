@@ -39,6 +39,15 @@ class Target:
     rank: int
     packaged: bool = True
 
+    @property
+    def device(self) -> str:
+        """The type of the tensors that its modules take, as torch names it: "cpu" or "cuda"."""
+        return "cuda" if self.tvm["kind"] == "cuda" else "cpu"
+
+
+def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
+    return {"kind": "cuda", "arch": arch, "max_shared_memory_per_block": shared_memory, "host": {"kind": "llvm"}}
+
 
 def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
     return {"kind": "cuda", "arch": arch, "max_shared_memory_per_block": shared_memory, "host": {"kind": "llvm"}}

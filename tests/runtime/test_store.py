@@ -158,14 +158,14 @@ def test_a_damaged_module_is_never_opened(tmp_path, monkeypatch):
 
 
 def test_a_module_without_its_launcher_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_launcher", None)
+    monkeypatch.setattr(store, "_launchers", {})
     put(tmp_path)
     with pytest.raises(IntegrityError, match="launcher: missing, the modules beside it need it; tilewright build"):
         store.load(WORKLOAD, root=tmp_path)
 
 
 def test_a_damaged_launcher_is_never_opened(tmp_path, toy_root, monkeypatch):
-    monkeypatch.setattr(store, "_launcher", None)
+    monkeypatch.setattr(store, "_launchers", {})
     root = shutil.copytree(toy_root, tmp_path / "copy")
     library = root / AVX2 / "launcher" / "liblauncher.so"
     library.write_bytes(library.read_bytes()[:-1] + b"!")
@@ -253,7 +253,7 @@ def test_policy_missing_builds_and_never_does_not(tmp_path, monkeypatch):
     assert asked == []
     monkeypatch.setenv("TILEWRIGHT_BUILD_POLICY", "missing")
     with pytest.raises(IntegrityError, match="launcher"):  # found what was built; the launcher is not part of this test
-        monkeypatch.setattr(store, "_launcher", None)
+        monkeypatch.setattr(store, "_launchers", {})
         store.load(WORKLOAD, root=tmp_path)
     assert asked == [(WORKLOAD, None, tmp_path)]
 
