@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tilewright
+from tilewright.codegen.cuda_toolchain import compiler_version
 from tilewright.runtime import cuda_launcher, launcher
 from tilewright.runtime.errors import BuildError, Error
 from tilewright.runtime.manifest import (
@@ -151,7 +152,11 @@ def fingerprint(workload: Workload, target: Target, decisions: Mapping[str, int]
                 source_digest(f"{__package__}.compile"),
                 *([source_digest(f"{__package__}.cuda_export")] if target.device == "cuda" else []),
             ],
-            "versions": [version("apache-tvm"), version("apache-tvm-ffi")],
+            "versions": [
+                version("apache-tvm"),
+                version("apache-tvm-ffi"),
+                *([compiler_version()] if target.device == "cuda" else []),
+            ],
         }
     )
 

@@ -32,12 +32,21 @@ def tvm_target(target: Target) -> tvm.target.Target:
 
 
 def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executable:
-    """Compile scheduled functions for a target with TVM's default pipeline for them."""
+    """Compile functions for a target: scheduled ones for a CPU, kernels written out in full for a GPU.
+
+    Raises:
+        BuildError: the target is a GPU and its compiler is not installed.
+    """
     import tvm
 
     where = tvm_target(target)
-    with where:
-        return tvm.compile(module, target=where)
+    if target.device == "cpu":
+        with where:
+            return tvm.compile(module, target=where)
+    from tilewright.codegen.cuda_toolchain import toolchain
+
+    with toolchain(), where:
+        return tvm.compile(module, target=where, tir_pipeline="tirx")
 
 
 def export(executable: tvm.runtime.Executable, path: Path) -> None:
@@ -90,13 +99,20 @@ def link(objects: Path, path: Path) -> None:
     _run(["cc", "-shared", "-fPIC", *LINK_OPTIONS, "-o", str(path), str(objects)])
 
 
-def compile_c(source: Path, path: Path) -> None:
+def compile_c(source: Path, path: Path, *, soname: str = "", exported: bool = False) -> None:
     """Compile one C file without dependencies into a shared library.
+
+    Args:
+        source: the C file.
+        path: the library to make.
+        soname: name under which other libraries ask for it.
+        exported: whether functions that do not say so are visible outside.
 
     Raises:
         BuildError: the compiler is missing or failed; the message holds what it said.
     """
-    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-o", str(path), str(source)])
+    options = [*(() if exported else ("-fvisibility=hidden",)), *((f"-Wl,-soname,{soname}",) if soname else ())]
+    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *options, "-Wall", "-o", str(path), str(source)])
 
 
 def _run(command: list[str]) -> str:
