@@ -26,8 +26,10 @@ from tilewright.runtime.planner import (
     make_work,
 )
 
-# Thread blocks that a multiprocessor is reckoned to hold where the module is not known yet.
-_MOST_CTAS = 4
+# What modules are reckoned to have at most or at least where buffers are made before the module is known: thread blocks
+# on a multiprocessor, keys of an item that is as long as `max_split` allows.
+_MOST_CTAS = 8
+_SMALLEST_BOUND = 1024
 # Converted index tensors that one plan remembers: a call has at most eight, layers pass the same ones.
 _REMEMBERED = 16
 
@@ -64,14 +66,19 @@ class PlanBuffers:
 
     @classmethod
     def for_decode(
-        cls, batch: int, *, num_qo_heads: int, num_kv_heads: int, head_dim_vo: int, device: torch.device | str
+        cls,
+        batch: int,
+        tokens: int,
+        *,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_vo: int,
+        device: torch.device | str,
     ) -> PlanBuffers:
-        """Allocate for any decode batch of at most so many requests on a GPU, whatever the contexts.
-
-        Not for `batch_invariant` plans or modules with a `max_split`: their lists grow with the contexts.
-        """
+        """Allocate for any decode batch on a GPU of at most so many requests with so many keys in all."""
         processors = gpu_work.multiprocessors(torch.empty(0, device=device).device)
-        pieces = -(-FINE * processors * _MOST_CTAS // num_kv_heads)
+        # Besides one a request: pieces that keep all blocks busy, and those of a largest size or at fixed positions.
+        pieces = -(-FINE * processors * _MOST_CTAS // num_kv_heads) + tokens // _SMALLEST_BOUND
         return cls.allocate(
             items=batch + pieces,
             rows=min(batch, pieces),

@@ -217,9 +217,9 @@ def test_lists_of_several_windows_move_together(gpu):
 
 
 def test_buffers_for_decode_hold_any_batch(gpu):
-    buffers = PlanBuffers.for_decode(6, num_qo_heads=4, num_kv_heads=2, head_dim_vo=8, device="cpu")
+    buffers = PlanBuffers.for_decode(6, 6 * 10**5, num_qo_heads=4, num_kv_heads=2, head_dim_vo=8, device="cpu")
     plan = plan_decode([1], device="cpu", buffers=buffers, **SIZES)
-    plan.work(Tiling(1, 8, 16, ctas=4), OFF, True)
+    plan.work(Tiling(1, 8, 16, 1024, ctas=8), OFF, True)
     generator = np.random.default_rng(0)
     for _ in range(300):
         scale = 10.0 ** generator.integers(1, 6, 6)
