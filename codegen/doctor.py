@@ -155,7 +155,7 @@ def _modules() -> list[Check]:
 
 
 def _run(workload: Workload) -> str:
-    return f"error {smoke(store.load(workload)):.1e}"
+    return f"error {smoke(store.load(workload)):.2f} of what is tolerated"
 
 
 def render(checks: list[Check]) -> str:

@@ -16,9 +16,9 @@ from tilewright.schedules.workload import Workload
 if TYPE_CHECKING:
     import torch
 
+    from tilewright.codegen.tolerances import Tolerance
+
 _LOG2E = math.log2(math.e)
-# Error of one rounding of the result plus that of a bf16 P in the product, relative to values of size one.
-_TOLERANCE = {"bf16": 3e-2, "fp16": 4e-3, "f32": 1e-4}
 
 
 class SmokeError(Error):
@@ -26,27 +26,24 @@ class SmokeError(Error):
 
 
 def smoke(module: Module) -> float:
-    """Call the module once; return the largest absolute error.
+    """Call the module once; return the largest error as a share of the tolerance.
 
     Raises:
         SmokeError: the result is off by more than rounding can explain.
     """
     import torch
 
+    from tilewright.codegen.tolerances import worst
+
     generator = torch.Generator().manual_seed(1)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}[module.workload.dtype]
-    pairs = _RUNS[module.workload.operator](module, dtype, generator)
-    error = max(float((got.double() - want.double()).abs().nan_to_num(nan=math.inf).max()) for got, want in pairs)
-    tolerance = _TOLERANCE[module.workload.dtype]
-    if error > tolerance:
+    error = worst(*_RUNS[module.workload.operator](module, dtype, generator))
+    if not error <= 1:
         raise SmokeError(
-            f"{module.path}: smoke run: expected an error of at most {tolerance:g}, got {error:g}; "
+            f"{module.path}: smoke run: expected an error of at most 1 times the tolerance, got {error:g}; "
             "this CPU or library set computes it wrongly: build the module again on this machine and report it"
         )
     return error
-
-
-Pairs = list[tuple["torch.Tensor", "torch.Tensor"]]
 
 
 def _dims(workload: Workload) -> tuple[int, int]:
@@ -59,9 +56,23 @@ def _int32(*rows: object) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> Pairs:
+def _exact(got: torch.Tensor, want: torch.Tensor) -> float:
+    return 0.0 if got.equal(want) else math.inf
+
+
+def _state_errors(
+    out: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, want_lse: torch.Tensor, tolerance: Tolerance
+) -> list[float]:
+    from tilewright.codegen.tolerances import excess, lse_error
+
+    return [excess(out, want, tolerance), lse_error(lse, want_lse) / tolerance.lse]
+
+
+def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> list[float]:
     """One request of five keys in shuffled slots, two KV heads; extend: two query tokens at its end."""
     import torch
+
+    from tilewright.codegen.tolerances import PAGED
 
     dim, dim_vo = _dims(module.workload)
     group, heads, keys, slots = module.workload.group or 2, 2, 5, 8
@@ -86,33 +97,39 @@ def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> Pa
     scores = torch.einsum("thd,jhd->thj", q.double(), keys64) * scale
     position = torch.arange(keys - tokens, keys)[:, None, None]
     scores = scores.masked_fill(torch.arange(keys) > position, -math.inf)
-    return [(out, torch.einsum("thj,jhd->thd", scores.softmax(-1), values64)), (lse, scores.logsumexp(-1))]
+    wanted = torch.einsum("thj,jhd->thd", scores.softmax(-1), values64)
+    return _state_errors(out, lse, wanted, scores.logsumexp(-1), PAGED[dtype])
 
 
-def _merge(module: Module, dtype: torch.dtype, generator: torch.Generator) -> Pairs:
+def _merge(module: Module, dtype: torch.dtype, generator: torch.Generator) -> list[float]:
     """The states of weight 1 and 3 of two heads."""
     import torch
+
+    from tilewright.codegen.tolerances import MERGE
 
     parts = torch.randn(2, 2, 64, generator=generator)
     logs = torch.tensor([[0.0, 0.0], [math.log(3.0)] * 2])
     out, lse = torch.zeros(1, 2, 64, dtype=dtype), torch.zeros(1, 2)
     module.function(parts, logs, _int32([0, 0, 2, 1]), torch.full((2,), -math.inf), out, lse)
-    return [(out, (parts[0] + 3 * parts[1])[None] / 4), (lse, torch.full((1, 2), math.log(4.0)))]
+    wanted = (parts[0].double() + 3 * parts[1].double())[None] / 4
+    return _state_errors(out, lse, wanted, torch.full((1, 2), math.log(4.0), dtype=torch.float64), MERGE[dtype])
 
 
-def _write_kv(module: Module, dtype: torch.dtype, generator: torch.Generator) -> Pairs:
+def _write_kv(module: Module, dtype: torch.dtype, generator: torch.Generator) -> list[float]:
     """Three rows, one of them skipped."""
     import torch
 
     x = torch.randn(3, 2, 64, generator=generator).to(dtype)
     buffer = torch.zeros(4, 2, 64, dtype=dtype)
     module.function(x, buffer, _int32(2, -1, 0))
-    return [(buffer, torch.stack([x[2], torch.zeros_like(x[0]), x[0], torch.zeros_like(x[0])]))]
+    return [_exact(buffer, torch.stack([x[2], torch.zeros_like(x[0]), x[0], torch.zeros_like(x[0])]))]
 
 
-def _lightning(module: Module, dtype: torch.dtype, generator: torch.Generator) -> Pairs:
+def _lightning(module: Module, dtype: torch.dtype, generator: torch.Generator) -> list[float]:
     """Two heads; decode: one token of one request, extend: three."""
     import torch
+
+    from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, excess
 
     decode = module.workload.operator == "lightning_decode"
     dim, dim_vo = _dims(module.workload)
@@ -130,11 +147,15 @@ def _lightning(module: Module, dtype: torch.dtype, generator: torch.Generator) -
     out = torch.zeros(tokens, heads, dim_vo, dtype=dtype)
     extend = () if decode else (_int32(1), _int32(0, tokens))
     module.function(q, k, v, state, _int32(1), *extend, slopes, out, scale)
-    # The state's entries are sums of products of size one, out's are sqrt(dim) times less: one tolerance for both.
-    return [(out, torch.stack(want)), (state[1] / dim**0.5, want_state / dim**0.5), (state[0], untouched)]
+    return [
+        excess(out, torch.stack(want), LIGHTNING[dtype]),
+        excess(state[1:], want_state[None], LIGHTNING_STATE[dtype]),
+        _exact(state[0], untouched),
+    ]
 
 
-_RUNS: dict[str, Callable[[Module, torch.dtype, torch.Generator], Pairs]] = {
+# Each gives the errors of its results as shares of what is tolerated.
+_RUNS: dict[str, Callable[[Module, torch.dtype, torch.Generator], list[float]]] = {
     "paged_decode": _paged,
     "paged_extend": _paged,
     "merge": _merge,

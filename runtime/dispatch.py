@@ -47,10 +47,16 @@ def kernel(
     Raises:
         MissingModuleError: neither a specialised nor a general module is there, or only the general one and
             TILEWRIGHT_STRICT=1. GPUs have no general modules.
-        NotImplementedError: no target is for tensors of such a device.
+        NotImplementedError: no target serves the operator, the dtype or the device.
     """
     workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo)
     if device.type == "cuda":
+        if operator.startswith("lightning"):
+            raise NotImplementedError(f"{operator}: got tensors on {device}; lightning attention runs on CPUs only yet")
+        if dtype == "f32":
+            raise NotImplementedError(
+                f"{operator}: got float32 tensors on {device}, expected bfloat16 or float16 (tensor cores)"
+            )
         return Kernel(store.load(workload, capability=torch.cuda.get_device_capability(device)))
     if device.type != "cpu":
         raise NotImplementedError(f"device: got {device}, expected tensors on the CPU or on a CUDA device")

@@ -106,7 +106,7 @@ def lightning_extend(
     if out is None:
         out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
     if batch and q.shape[0]:
-        run = kernel("lightning_extend", dtype, None, q.shape[2], v.shape[2]).run
+        run = kernel("lightning_extend", dtype, None, q.shape[2], v.shape[2], q.device).run
         run(
             dense_rows(inference_only("q", q)),
             dense_rows(inference_only("k", k)),
@@ -165,7 +165,7 @@ def lightning_decode(
     if out is None:
         out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     if q.shape[0]:
-        run = kernel("lightning_decode", dtype, None, q.shape[2], v.shape[2]).run
+        run = kernel("lightning_decode", dtype, None, q.shape[2], v.shape[2], q.device).run
         run(
             dense_rows(inference_only("q", q)),
             dense_rows(inference_only("k", k)),

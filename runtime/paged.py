@@ -300,7 +300,7 @@ def merge_into(dtype: str, o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor)
     rows[:, 2], rows[:, 3] = states, tokens
     part_o = inference_only("o", o).to(torch.float32).contiguous().view(states * tokens, heads, dim)
     part_lse = inference_only("lse", lse).contiguous().view(states * tokens, heads)
-    kernel("merge", dtype).run(part_o, part_lse, rows, sinks_off(heads, o.device), out, out_lse)
+    kernel("merge", dtype, device=o.device).run(part_o, part_lse, rows, sinks_off(heads, o.device), out, out_lse)
 
 
 def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,8 @@ def run(
                     f"and {list(v_buffer.shape[1:])} of v_buffer for v (they may differ only where every prefix is 0)"
                 )
             k_buffer, v_buffer = k_new, v_new  # never read, but their sizes must agree with k_new
-    attend = kernel("paged_decode" if decode else "paged_extend", dtype, num_qo_heads // num_kv_heads, dim, dim_vo)
+    operator = "paged_decode" if decode else "paged_extend"
+    attend = kernel(operator, dtype, num_qo_heads // num_kv_heads, dim, dim_vo, device)
     assert attend.tiling is not None
     work = plan.work(attend.tiling, window, from_pool)
 
@@ -223,7 +224,7 @@ def run(
     else:
         attend.run(q, k_buffer, v_buffer, dense_rows(k_new), dense_rows(v_new), *paging)
     if work.rows is not None:
-        kernel("merge", dtype).run(work.part_o, work.part_lse, work.rows, sinks_f32, out, lse)
+        kernel("merge", dtype, None, None, None, device).run(work.part_o, work.part_lse, work.rows, sinks_f32, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -305,7 +306,7 @@ def sinks_off(num_qo_heads: int, device: torch.device) -> Tensor:
 
 def write_rows(dtype: str, k: Tensor, v: Tensor, loc: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     """Run the write kernel for K, and for V unless it is a view of K; arguments checked by the caller."""
-    write = kernel("write_kv", dtype).run
+    write = kernel("write_kv", dtype, None, None, None, k.device).run
     loc = narrow(loc)
     write(dense_rows(inference_only("k", k)), k_buffer, loc)
     if v_buffer.data_ptr() != k_buffer.data_ptr():

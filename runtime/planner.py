@@ -9,6 +9,7 @@ threads waiting. What was split is put together by `rows`, the list of the merge
 from __future__ import annotations
 
 import heapq
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,8 @@ class Tiling(NamedTuple):
     min_split: int
     max_split: int = 0
     """Most keys of an item, 0 = no bound: heads of one short range are worked on while its pages are in reach."""
+    ctas: int = 1
+    """On a GPU: thread blocks of the module that one multiprocessor holds at once."""
 
 
 class Lengths(NamedTuple):
@@ -74,7 +77,8 @@ def _expand(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - _offsets(counts)[owner]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -90,6 +94,26 @@ def _longest_thread(unit_costs: Ints, units: int, threads: int, mean: float) -> 
     return max(*loads, mean)
 
 
+def makespan(unit_costs: Ints, units: int, workers: int, mean: float) -> float:
+    """The same for workers in their hundreds, in a few passes over the costs: the smaller of two upper bounds.
+
+    Rounds of one unit a worker, each as long as its longest unit: exact for equal units. And a unit begins when the
+    units before it are done at the latest, spread evenly: close where lengths differ.
+    """
+    costs = np.sort(unit_costs)[::-1]
+    rounds = float(costs.take(_round_starts(len(costs), units, workers)).sum())
+    if rounds <= BALANCED * mean:
+        return max(rounds, mean)
+    spread = (np.cumsum(costs) * units - costs) / workers + costs
+    return max(min(rounds, float(spread.max())), float(costs[0]), mean)
+
+
+@lru_cache(maxsize=256)
+def _round_starts(costs: int, units: int, workers: int) -> Ints:
+    """Which cost each round of makespan begins with."""
+    return np.arange(0, costs * units, workers) // units
+
+
 def _pieces(lengths: Ints, size: Ints, min_split: int) -> Ints:
     """Number of pieces of `size` keys, none below min_split: a shorter rest goes to the piece before it."""
     counts = np.maximum(-(-lengths // size), 1)
@@ -101,9 +125,9 @@ def _whole(lengths: Ints) -> tuple[Ints, Ints]:
     return np.maximum(lengths, 1), np.ones_like(lengths)
 
 
-def _even_pieces(lengths: Ints, limit: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
+def even_pieces(lengths: Ints, limit: Ints | int, tiling: Tiling) -> tuple[Ints, Ints]:
     """(piece size, number of pieces) of about one size each, none above `limit` but for a short rest."""
-    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
+    smallest = round_up(max(tiling.min_split, 1), tiling.chunk)
     even = -(-lengths // np.maximum(-(-lengths // limit), 1))
     size = np.maximum(-(-even // tiling.chunk) * tiling.chunk, smallest)
     return size, _pieces(lengths, size, tiling.min_split)
@@ -115,7 +139,9 @@ def _piece_lengths(lengths: Ints, size: Ints, counts: Ints) -> Ints:
     return np.where(index == counts[owner] - 1, rest[owner], size[owner])
 
 
-def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, threads: int) -> tuple[Ints, Ints]:
+def _balance(
+    lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu: bool
+) -> tuple[Ints, Ints]:
     """(piece size in keys, number of pieces) of every query block, so that the threads end together.
 
     Tries whole blocks first, then pieces of at most a share of a thread's work that shrinks until the estimate is
@@ -123,22 +149,22 @@ def _balance(lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, thr
     """
     costs = lengths * q_lens
     mean = float(costs.sum()) * num_kv_heads / threads
-    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
-    longest = max(_round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
-    best = _even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
+    smallest = round_up(max(tiling.min_split, 1), tiling.chunk)
+    longest = max(round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
+    best = even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
         return best
 
     def busiest(size: Ints, counts: Ints) -> float:
         costs = _piece_lengths(lengths, size, counts) * q_lens[_expand(counts)[0]]
-        return _longest_thread(costs, num_kv_heads, threads, mean)
+        return (makespan if gpu else _longest_thread)(costs, num_kv_heads, threads, mean)
 
     best_load = busiest(*best)
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
         limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)
         limit = np.maximum(-(-limit // tiling.chunk) * tiling.chunk, smallest)
-        pieces = _even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
+        pieces = even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
         load = busiest(*pieces)
         if load < best_load:
             best, best_load = pieces, load
@@ -156,6 +182,7 @@ def make_work(
     num_kv_heads: int,
     threads: int,
     batch_invariant: bool,
+    gpu: bool = False,
 ) -> WorkList:
     """Plan one batch.
 
@@ -169,8 +196,9 @@ def make_work(
         threads: workers to keep busy; not looked at when batch_invariant.
         batch_invariant: cut query blocks and key ranges at fixed positions of the request, so that neither the rest
             of the batch, nor the threads, nor how the request was chunked changes what is added to what.
+        gpu: the threads are the hundreds of thread blocks that a GPU runs at once.
     """
-    block_q, chunk, min_split, _ = tiling
+    block_q, chunk, min_split = tiling.block_q, tiling.chunk, tiling.min_split
     first_pos = lengths.kv_lens - lengths.q_lens
     # Positions of a block are [first + k * block_q, ...): fixed multiples of block_q where invariant.
     lead = first_pos % block_q if batch_invariant else np.zeros_like(first_pos)
@@ -189,13 +217,13 @@ def make_work(
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
-        fixed = _round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
+        fixed = round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
         base = low // fixed * fixed
         size = np.full_like(low, fixed)
         pieces = np.where(high > low, -(-(high - base) // fixed), 1)
     else:
         base = low
-        size, pieces = _balance(high - low, q_len, tiling, num_kv_heads, threads)
+        size, pieces = _balance(high - low, q_len, tiling, num_kv_heads, threads, gpu)
 
     split = pieces > 1
     any_split = bool(split.any())

@@ -164,9 +164,9 @@ def candidate_targets(target: str | None = None, device: str | None = None) -> l
     Raises:
         UnsupportedTargetError: the name is not that of a target.
     """
-    forced = env.TARGET.get()
+    name = target or env.TARGET.get()
     try:
-        only = get_target(target or forced) if target or forced else None
+        only = get_target(name) if name else None
     except ValueError as error:
         raise UnsupportedTargetError(str(error) if target else f"{env.TARGET.name}: {error}") from None
     if only is not None and (target or device in (None, only.device)):

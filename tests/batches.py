@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tilewright.schedules.paged_attention import reference
 
+# Arguments of plan_decode and plan_extend for the sizes that `make_paged_batch` makes by default.
+PLAN_SIZES = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 8, "head_dim_vo": 8}
+
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of NaN: what a kernel must write over, or never read."""

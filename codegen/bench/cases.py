@@ -12,9 +12,10 @@ from torch import Tensor
 
 import tilewright
 from tilewright.codegen.bench import peers
-from tilewright.codegen.bench.inputs import DTYPES, OUT, SEED, STATE, Tolerance
+from tilewright.codegen.bench.inputs import DTYPES, SEED
 from tilewright.codegen.bench.machine import cold_bytes
 from tilewright.codegen.bench.protocol import Call, Contestant
+from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, Tolerance
 from tilewright.runtime import env
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.lightning import slopes as model_slopes
@@ -235,7 +236,7 @@ def _paged_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     forms = [peers.decode(q, gathered(keys), gathered(values)) for keys, values in pools]
     return Setup(
         [*_ours(case, roots, calls), *_peers(forms, _first)],
-        (OUT[workload.dtype],),
+        (PAGED[DTYPES[workload.dtype]],),
         2.0 * slots * heads * (dim + dim_v),
         moved,
         f"cold: {copies} KV pools of {(k_buffer.nbytes + v_buffer.nbytes) / 1e6:.0f} MB in turn",
@@ -280,7 +281,7 @@ def _paged_extend(case: Case, roots: Roots | None, cold: int) -> Setup:
 
     return Setup(
         [*_ours(case, roots, calls), *_peers([peers.extend(by_head(q), by_head(k), by_head(v))], outputs)],
-        (OUT[workload.dtype],),
+        (PAGED[DTYPES[workload.dtype]],),
         tokens * (tokens + 1.0) * heads * (dim + dim_v),
         float((q.numel() + k.numel() + v.numel() + tokens * heads * dim_v) * dtype.itemsize),
         "warm: bound by arithmetic",
@@ -326,7 +327,7 @@ def _lightning_extend(case: Case, roots: Roots | None, cold: int) -> Setup:
         contestants.append(Contestant(name, "peer", [Call(run, outputs)]))
     return Setup(
         contestants,
-        (OUT[case.workload.dtype], STATE[case.workload.dtype]),
+        (LIGHTNING[DTYPES[case.workload.dtype]], LIGHTNING_STATE[DTYPES[case.workload.dtype]]),
         4.0 * q.numel() * v.shape[2],
         float(sum(x.nbytes for x in (q, k, v, v)) + 2 * state.nbytes),
         "warm: bound by arithmetic",
@@ -365,7 +366,7 @@ def _lightning_decode(case: Case, roots: Roots | None, cold: int) -> Setup:
         contestants.append(Contestant(name, "peer", theirs))
     return Setup(
         contestants,
-        (OUT[case.workload.dtype], STATE[case.workload.dtype]),
+        (LIGHTNING[DTYPES[case.workload.dtype]], LIGHTNING_STATE[DTYPES[case.workload.dtype]]),
         4.0 * q.numel() * v.shape[2],
         float(sum(x.nbytes for x in (q, k, v, v)) + 2 * state.nbytes),
         f"cold: {copies} state pools of {state.nbytes / 1e6:.0f} MB in turn",

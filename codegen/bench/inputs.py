@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, excess, lse_error, worst
 from tilewright.runtime import store
 from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.workload import Workload
@@ -23,20 +24,6 @@ OPERATORS = ("paged_decode", "paged_extend", "lightning_decode", "lightning_exte
 SEED = 20260
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
 OFF = 2**30
-
-
-class Tolerance(NamedTuple):
-    """How far a result may be from its float64 reference, as a share of the reference's root mean square (`excess`)."""
-
-    rms: float
-    most: float
-
-
-# f32: sums of some thousand products and a polynomial exp2. bf16, fp16: one rounding of the output and one of the
-# probabilities, scores or decayed keys, as tile instructions require.
-OUT = {"f32": Tolerance(5e-6, 1e-4), "bf16": Tolerance(5e-3, 4e-2), "fp16": Tolerance(7e-4, 6e-3)}
-STATE = {"f32": Tolerance(5e-6, 1e-4), "bf16": Tolerance(4e-3, 4e-2), "fp16": Tolerance(5e-4, 6e-3)}
-LSE = {"f32": 2e-5, "bf16": 2e-3, "fp16": 3e-4}  # nats
 
 
 class Case(Protocol):
@@ -148,24 +135,6 @@ def _case(
     if isinstance(lengths, Paged):
         return PagedCase(workload, target, shared, lengths, seed, oracle=oracle)
     return LightningCase(workload, target, lengths, seed, oracle=oracle)
-
-
-def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
-    """The greater of rms and greatest error, each as a share of what is tolerated; NaN where the result is.
-
-    Errors are shares of the reference's root mean square in their own row (first dimension: a token, a request): the
-    first rows of a causal result average few values and are many times larger than the last. A row that is almost
-    zero beside the others is held to a hundredth of their size.
-    """
-    if not expected.numel():
-        return 0.0
-    squares = expected.square().flatten(1).mean(1)
-    size = squares.clamp(min=1e-4 * float(squares.mean())).sqrt().view(-1, *[1] * (expected.dim() - 1))
-    error = (actual.double() - expected) / size
-    return _worst(
-        float(error.square().mean().sqrt()) / tolerance.rms,
-        float(error.abs().max()) / tolerance.most,
-    )
 
 
 def _f64(tensor: torch.Tensor) -> np.ndarray:
@@ -296,9 +265,9 @@ class PagedCase:
 
     def error(self) -> float:
         """See `Case`."""
-        return _worst(
-            excess(self._out, self._expected, OUT[self._workload.dtype]),
-            float((self._lse - self._expected_lse).abs().max()) / LSE[self._workload.dtype],
+        tolerance = PAGED[self._out.dtype]
+        return worst(
+            excess(self._out, self._expected, tolerance), lse_error(self._lse, self._expected_lse) / tolerance.lse
         )
 
 
@@ -401,9 +370,10 @@ class LightningCase:
         untouched = torch.ones(len(self._state), dtype=torch.bool)
         untouched[self._touched] = False
         same = torch.equal(self._state[untouched].nan_to_num(7), self._initial[untouched].nan_to_num(7))
-        return _worst(
-            excess(self._out, self._expected, OUT[self._workload.dtype]),
-            excess(self._state[self._touched], self._expected_state[self._touched], STATE[self._workload.dtype]),
+        state, expected = self._state[self._touched], self._expected_state[self._touched]
+        return worst(
+            excess(self._out, self._expected, LIGHTNING[self._out.dtype]),
+            excess(state, expected, LIGHTNING_STATE[self._out.dtype]),
             0.0 if same else math.inf,
         )
 
@@ -427,8 +397,3 @@ def recurrence(
         state = decay * state + k[token].double()[:, :, None] * v[token].double()[:, None, :]
         out[token] = scale * (q[token].double()[:, None, :] @ state)[:, 0]
     return out, state
-
-
-def _worst(*errors: float) -> float:
-    """The greatest; NaN if any is."""
-    return math.nan if any(math.isnan(error) for error in errors) else max(errors)

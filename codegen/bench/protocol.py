@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from tilewright.codegen.bench.inputs import Tolerance, excess
+from tilewright.codegen.tolerances import Tolerance, excess
 from tilewright.runtime.errors import Error
 
 ROLES = ("ours", "untuned", "peer")
@@ -105,8 +105,7 @@ def check(contestants: Sequence[Contestant], tolerances: Sequence[Tolerance]) ->
             for number, (mine, theirs, tolerance) in enumerate(
                 zip(expected[index % len(expected)], got, tolerances, strict=True)
             ):
-                allowed = Tolerance(2 * tolerance.rms, 2 * tolerance.most)
-                error = excess(theirs, mine.double(), allowed) if mine.shape == theirs.shape else float("nan")
+                error = excess(theirs, mine, tolerance.times(2)) if mine.shape == theirs.shape else float("nan")
                 if not error <= 1:
                     raise WrongResultError(
                         f"{other.name}: output {number} {list(theirs.shape)} is {error:.3g} times the tolerance away "

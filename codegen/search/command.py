@@ -66,7 +66,8 @@ def command(
     from tilewright.codegen.bench import inputs
     from tilewright.codegen.search.problem import WorkloadProblem
     from tilewright.codegen.search.progress import Progress, Row
-    from tilewright.codegen.search.tune import Options, Stop, tune
+    from tilewright.codegen.search.stop import Stop
+    from tilewright.codegen.search.tune import Options, tune
     from tilewright.codegen.search.worker import Interrupted, WorkerError
 
     for workload in chosen:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from filelock import FileLock, Timeout
 
@@ -20,7 +16,9 @@ from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.progress import Progress, Row
 from tilewright.codegen.search.runner import Runner
+from tilewright.codegen.search.stop import Stop
 from tilewright.codegen.search.trials import Trial, Trials
+from tilewright.codegen.search.verdict import Finals, Result, decide
 from tilewright.codegen.search.worker import Interrupted, WorkerError
 from tilewright.schedules.workload import DEFINITION_REVISION
 
@@ -29,7 +27,6 @@ FINALISTS = 8
 FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
 COMPARE_SECONDS = 12.0
 BUSY = 1.3  # spread of the samples above which the times mean little
-TIE = 0.02  # a record from elsewhere gives way only to what is faster by more than this
 
 
 class TuneError(RuntimeError):
@@ -58,56 +55,6 @@ class Options:
     build_seconds: float = 120.0
     run_seconds: float = 30.0
     builders: int = 1
-
-
-@dataclass
-class Result:
-    """What became of one workload: a record kept or written, or the `error` that prevented it."""
-
-    workload: str
-    record: records.Record | None = None
-    error: str = ""
-    message: str = ""
-
-
-class Stop:
-    """Whether the user asked to stop: the first SIGINT or SIGTERM asks, a second SIGINT ends at once.
-
-    A flag, because an exception would be raised inside whatever callback of TVM happens to run.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        return self._asked
-
-    def ask(self) -> None:
-        """Stop as soon as possible."""
-        self._asked = True
-
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Listen to the signals while the context lasts (in the main thread; elsewhere only `ask` works)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.getsignal(number) for number in numbers]
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._asked and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._asked = True
-
-        for number in numbers:
-            signal.signal(number, handle)
-        try:
-            yield
-        finally:
-            for number, old in zip(numbers, before, strict=True):
-                signal.signal(number, old)
 
 
 def tune(
@@ -368,11 +315,42 @@ class _Search:
         error, cases = outcome.value
         right = [index for index in order if index not in wrong]
         timed = {index: records.Timed(finalists[index], round(times[index], 1)) for index in order}
-        return self._keep(
-            timed[winner], timed[finalists.index(default)], [timed[index] for index in right[: records.TOP]],
-            next((timed[i] for i in order if self.old is not None and finalists[i] == self.old.decisions), None),
-            records.Verification(float(f"{error:.3g}"), cases),
-        )  # fmt: skip
+        finals = Finals(
+            best=timed[winner],
+            default=timed[finalists.index(default)],
+            top=[timed[index] for index in right[: records.TOP]],
+            old=next((timed[i] for i in order if self.old is not None and finalists[i] == self.old.decisions), None),
+            verification=records.Verification(float(f"{error:.3g}"), cases),
+            spread=self.spread,
+        )
+        return self._finish(*decide(finals, self._record_of(finals), self.old, self.options.records))
+
+    def _record_of(self, finals: Finals) -> records.Record:
+        from tilewright.codegen.search import space  # imports tvm
+
+        return records.Record(
+            schema=records.SCHEMA,
+            workload=self.problem.name,
+            key=self.problem.key,
+            definition_revision=DEFINITION_REVISION,
+            target=self.problem.target,
+            problem=self.problem.description,
+            flops=self.flops,
+            bytes=self.bytes,
+            decisions=finals.best.decisions,
+            us=finals.best.us,
+            default=finals.default,
+            top=finals.top,
+            roofline_percent=None if self.limit_us is None else round(100 * self.limit_us / finals.best.us, 1),
+            trials=len(self.trials.done),
+            failures=self.trials.failures(),
+            seed=self.options.seed,
+            curve=self.trials.curve(),
+            verification=finals.verification,
+            trace=space.plain_trace(space.scheduled(self.space, finals.best.decisions)),
+            environment=self.environment,
+            spread=finals.spread,
+        )
 
     def _compare(self, finalists: list[dict[str, int]]) -> tuple[list[dict[str, int]], list[float]]:
         """The finalists' undisturbed microseconds, measured in turns; those that fail (now) are left out."""
@@ -389,66 +367,6 @@ class _Search:
                 outcomes = [self.runner.measure(self.problem, self.shared, item, 0.0) for item in contestants]
                 finalists = [item for item, outcome in zip(finalists, outcomes, strict=True) if not outcome.reason]
         raise AssertionError("unreachable")
-
-    def _keep(
-        self,
-        best: records.Timed,
-        default: records.Timed,
-        top: list[records.Timed],
-        again: records.Timed | None,
-        verification: records.Verification,
-    ) -> Result:
-        """Write the record, or keep the one that another machine made and that is still as fast here (`again`)."""
-        from tilewright.codegen.search import space  # imports tvm
-
-        replaced = None
-        gained = (
-            f"{default.us / best.us:.2f}x over the untuned schedule ({best.us:.1f} us, untuned {default.us:.1f} us)"
-        )
-        if self.old is not None and not self.old.environment.same_machine(self.environment):
-            if again is not None and again.us <= best.us * (1 + TIE):
-                message = (
-                    f"{self.problem.name}: the record made on {self.old.environment.cpu} is kept: its schedule is "
-                    f"still the fastest here ({again.us:.1f} us, untuned {default.us:.1f} us)"
-                )
-                return self._finish(Result(self.problem.name, self.old, message=message), default.us / again.us)
-            replaced = records.Replaced(self.old.decisions, None if again is None else again.us, self.old.environment)
-        record = records.Record(
-            schema=records.SCHEMA,
-            workload=self.problem.name,
-            key=self.problem.key,
-            definition_revision=DEFINITION_REVISION,
-            target=self.problem.target,
-            problem=self.problem.description,
-            flops=self.flops,
-            bytes=self.bytes,
-            decisions=best.decisions,
-            us=best.us,
-            default=default,
-            top=top,
-            roofline_percent=None if self.limit_us is None else round(100 * self.limit_us / best.us, 1),
-            trials=len(self.trials.done),
-            failures=self.trials.failures(),
-            seed=self.options.seed,
-            curve=self.trials.curve(),
-            verification=verification,
-            trace=space.plain_trace(space.scheduled(self.space, best.decisions)),
-            environment=self.environment,
-            spread=self.spread,
-            replaced=replaced,
-        )
-        path = records.write(self.options.records, record)
-        if best.decisions == default.decisions:
-            message = (
-                f"{self.problem.name}: nothing was gained: after {record.trials} trials the untuned schedule is still "
-                f"the fastest ({default.us:.1f} us)"
-            )
-        else:
-            message = f"{self.problem.name}: {gained}; {path}"
-        if replaced is not None:
-            here = "does not run here" if replaced.us is None else f"{replaced.us:.1f} us here"
-            message += f"; it replaces the record made on {replaced.environment.cpu} ({here})"
-        return self._finish(Result(self.problem.name, record, message=message), default.us / best.us)
 
     def _finish(self, result: Result, gain: float) -> Result:
         self._show(f"{gain:.2f}x")

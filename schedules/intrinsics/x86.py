@@ -9,7 +9,7 @@ LANES = 8
 
 
 def sums_of_lanes(keys: int, rows: int) -> str | None:
-    """Register the intrinsic C[i, j] += sum over the eight lanes of A[i, j, :], all f32 and dense; gives its name.
+    """Register the intrinsic C[i, j] = sum over the eight lanes of A[i, j, :], all f32 and dense; gives its name.
 
     Four sums at a time: two levels of horizontal adds leave the sums of half vectors side by side, one vertical add
     joins them. The block's axes are in the order that rfactor gives: lane, key, row.
@@ -31,12 +31,16 @@ def f(a: T.handle, c: T.handle):
     A = T.match_buffer(a, ({keys}, {rows}, {LANES}), "float32", offset_factor=1, scope="local")
     C = T.match_buffer(c, ({keys}, {rows}), "float32", offset_factor=1, scope="local")
     with T.sblock("root"):
-        T.reads(C[0:{keys}, 0:{rows}], A[0:{keys}, 0:{rows}, 0:{LANES}])
+        T.reads(A[0:{keys}, 0:{rows}, 0:{LANES}])
         T.writes(C[0:{keys}, 0:{rows}])
 """
     desc = f"""        for i, j, k in T.grid({keys}, {rows}, {LANES}):
             with T.sblock("sum"):
                 vk, vi, vj = T.axis.remap("RSS", [k, i, j])
+                T.reads(C[vi, vj], A[vi, vj, vk])
+                T.writes(C[vi, vj])
+                with T.init():
+                    C[vi, vj] = T.float32(0)
                 C[vi, vj] = C[vi, vj] + A[vi, vj, vk]
 """
     lines = []
@@ -46,7 +50,7 @@ def f(a: T.handle, c: T.handle):
         halves = f"halves_{number}"
         lines.append(f"        {halves} = T.Bind({_hadd(_hadd(*vectors[:2]), _hadd(*vectors[2:]))})")
         joined = f"T.vectorlow('float32x4', {halves}) + T.vectorhigh('float32x4', {halves})"
-        lines.append(f"        C[{place}] = C[{place}] + ({joined})")
+        lines.append(f"        C[{place}] = {joined}")
     impl = head + "\n".join(lines) + "\n"
     TensorIntrin.register(name, tvm.script.from_source(head + desc), tvm.script.from_source(impl), override=True)
     return name

@@ -289,25 +289,36 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     return func.with_attr("global_symbol", workload.operator)
 
 
+State = tuple[tirx.Expr, ...]
+
+
+def joined_states(x: State, y: State) -> State:
+    """The union of two partial softmax states (max, sum, values): exponents are base 2, none is positive."""
+    # The state with the greater maximum keeps its scale, so one exponential does: 2**(least - greatest).
+    greater = x[0] > y[0]
+    greatest, least = tirx.Select(greater, x[0], y[0]), tirx.Select(greater, y[0], x[0])
+
+    def joined(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
+        # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
+        scale = exp2(least - finite_or_zero(greatest))
+        return tirx.Select(greater, a, b) + tirx.Select(greater, b, a) * scale
+
+    return greatest, *(joined(a, b) for a, b in zip(x[1:], y[1:], strict=True))
+
+
+def fold_factors(x: tuple[tirx.Expr, tirx.Expr], y: tuple[tirx.Expr, tirx.Expr]) -> State:
+    """What `joined_states` makes of two states' (max, sum), and by what it multiplies the values of either."""
+    one, zero = f32(1.0), f32(0.0)
+    return joined_states((*x, one, zero), (*y, zero, one))
+
+
 def softmax_monoid() -> tirx.CommReducer:
-    """The reducer over partial softmax states (max, sum, values): base-2 exponents, (-inf, 0, 0) is the identity."""
+    """The reducer over partial softmax states: `joined_states`, whose identity is (-inf, 0, 0)."""
 
-    def combine(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
-        # The state with the greater maximum keeps its scale, so one exponential does: 2**(least - greatest).
-        greater = x[0] > y[0]
-        greatest, least = tirx.Select(greater, x[0], y[0]), tirx.Select(greater, y[0], x[0])
-
-        def joined(i: int) -> tirx.Expr:
-            # One exp2 a use: a let-bound variable may be defined once in a function (LLVM shares the value again).
-            scale = exp2(least - finite_or_zero(greatest))
-            return tirx.Select(greater, x[i], y[i]) + tirx.Select(greater, y[i], x[i]) * scale
-
-        return greatest, joined(1), joined(2)
-
-    def identity(*dtypes: str) -> tuple[tirx.Expr, ...]:
+    def identity(*dtypes: str) -> State:
         return tirx.const(float("-inf"), dtypes[0]), tirx.const(0, dtypes[1]), tirx.const(0, dtypes[2])
 
-    return te.comm_reducer(combine, identity, name="softmax")
+    return te.comm_reducer(joined_states, identity, name="softmax")
 
 
 def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr, exp2: Unary = exp2) -> tirx.Expr:

@@ -15,6 +15,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "merge": cuda_states.merge,
     "write_kv": cuda_states.write_kv,
 }
+_WARPS = 12  # that a multiprocessor has registers for, at up to 168 a thread
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
 
@@ -74,8 +75,14 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
             "chunk": cuda_decode.TILE * n["warps"],
             "min_split": n["min_split"],
             "max_split": n["max_split"],
+            "ctas": _resident(target, n["warps"], cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2),
         },
     )
+
+
+def _resident(target: Target, warps: int, ring: int) -> int:
+    """Thread blocks of decode that a multiprocessor has shared memory and registers for."""
+    return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _WARPS // warps), 1)
 
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:

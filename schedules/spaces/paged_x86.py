@@ -14,7 +14,7 @@ from typing import Any
 import tvm
 from tvm import DataType, s_tir, tirx
 
-from tilewright.schedules import lowering
+from tilewright.schedules import lowering, softmax_rows
 from tilewright.schedules.intrinsics.x86 import sums_of_lanes
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention import states
@@ -23,6 +23,7 @@ from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
+BUFFER = "tilewright.prefetch_buffer"
 LANES = 8  # f32 lanes of a 256-bit register
 
 
@@ -171,14 +172,16 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
         tiles.append(tile)
     sch.decompose_reduction(partial, dim)
     if intrinsic is not None:
-        sch.decompose_reduction(_block(sch, "S"), sum_key)
         sch.tensorize(sum_key, intrinsic)
     _decompose(sch, "O", o_key_o)
     _decompose(sch, "acc", chunk)
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
-    sch.annotate(key_m, PREFETCH, n["prefetch"])
+    # Keys are asked for while the first product runs over earlier keys, values while the second does.
+    for walk, buffer, distance in ((key_m, "k_buffer", n["prefetch_k"]), (o_column_o, "v_buffer", n["prefetch_v"])):
+        sch.annotate(walk, PREFETCH, distance)
+        sch.annotate(walk, BUFFER, buffer)
     return finish(sch.mod["main"], shape)
 
 
@@ -291,10 +294,11 @@ def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
         "key_tile": (16, 32, 64),
         "qk_keys": (1, 2, 4),
         "pv_vectors": vectors,
-        "prefetch": (0, 16, 32, 64),
+        "prefetch_k": (0, 16, 32, 64),
+        "prefetch_v": (0, 16, 32, 64),
         "max_split": (0, 512, 1024),
     }
-    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0], "prefetch": 0, "max_split": 0}
+    default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0]}
     rows = workload.group or 1
 
     def legal(n: Decisions) -> bool:
@@ -308,11 +312,11 @@ def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
 def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
     rows = workload.group or 1
     # Rows a block: common multiples of the register tiles below.
-    blocks = tuple(m // rows for m in (48, 96, 144, 192) if m % rows == 0)
+    blocks = tuple(m // rows for m in (48, 96, 144, 192, 288, 384) if m % rows == 0)
     vectors = _divisor_vectors(workload.head_dim_vo)
     choices = {
         "block_q": blocks,
-        "chunk": (128, 256, 512),
+        "chunk": (64, 128, 256, 512),
         "key_tile": (16, 32, 64),
         "qk_keys": (2, 4, 8),
         "qk_vectors": (1, 2, 3),
@@ -399,8 +403,8 @@ def _decompose(sch: s_tir.Schedule, name: str, loop: Any) -> None:
 
 
 def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
-    """The passes after scheduling: each item's own number of chunks and key tiles; prefetch of the rows to come."""
-    func = lowering.inline_reducer_bindings(func)
+    """The passes after scheduling: the fold of chunks, each item's own number of chunks and key tiles, prefetch."""
+    func = softmax_rows.fold_by_row(func, lanes=LANES)
     buffers = {p.name: p for p in func.params}
     chunk_keys = tirx.const(shape.chunk, "int64")
     table = PageTable(
@@ -429,18 +433,19 @@ def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
 
     def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
         w, h = item(loops)
-        # The annotated loop walks over register tiles within a tile of keys.
+        # The annotated loop divides the work on a tile of keys, and so the rows of the tile `distance` keys ahead.
         tiles = next(loop for loop in reversed(loops) if str(dict(loop.annotations).get(TRIP)).startswith("keys"))
         tile = int(str(dict(tiles.annotations)[TRIP]).split(":")[1])
-        keys = tile // int(loops[-1].extent)
+        steps = int(loops[-1].extent)
+        keys = -(-tile // steps)
         t = tirx.Var("t_prefetch", "int64")
-        here = table.offset(w, chunk_var(loops), tiles.loop_var * tile + loops[-1].loop_var * keys + t)
-        lines = []
-        for name, ahead in (("k_buffer", distance), ("v_buffer", 0)):
-            row = table.slot(w, table.position(w, here + ahead))
-            per_line = lowering.CACHE_LINE // DataType(buffers[name].dtype).itemsize
-            columns = range(0, int(buffers[name].shape[-1]), per_line)
-            lines += [lowering.prefetch_line(buffers[name], [row, h, tirx.const(x, "int64")]) for x in columns]
+        step = tirx.floormod(loops[-1].loop_var, tirx.const(tile // keys, "int64"))
+        offset = table.offset(w, chunk_var(loops), tiles.loop_var * tile + step * keys + t)
+        row = table.slot(w, table.position(w, offset + distance))
+        buffer = buffers[str(dict(loops[-1].annotations)[BUFFER])]
+        per_line = lowering.CACHE_LINE // DataType(buffer.dtype).itemsize
+        columns = range(0, int(buffer.shape[-1]), per_line)
+        lines = [lowering.prefetch_line(buffer, [row, h, tirx.const(x, "int64")]) for x in columns]
         zero = tirx.const(0, "int64")
         return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
 

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from tilewright.codegen import build, cli
 from tilewright.codegen.bench import cases, command, machine, report
-from tilewright.codegen.bench.inputs import Tolerance
 from tilewright.codegen.bench.protocol import (
     WARM_UP,
     Call,
@@ -24,6 +23,7 @@ from tilewright.codegen.bench.protocol import (
     measure,
 )
 from tilewright.codegen.records import current_environment
+from tilewright.codegen.tolerances import Tolerance
 from tilewright.runtime import dispatch, env, store
 from tilewright.schedules.workload import Workload
 

@@ -129,19 +129,19 @@ def test_a_smoke_run_accepts_right_and_refuses_wrong_results(tmp_path):
     def module(function):
         return Module(function, {}, workload, "x86-avx2", tmp_path / "module.so", "default")
 
-    assert smoke.smoke(module(correct_merge)) < 1e-6
+    assert smoke.smoke(module(correct_merge)) <= 1
 
     def wrong(*arguments):
         correct_merge(*arguments)
         arguments[4].mul_(1.001)
 
-    with pytest.raises(smoke.SmokeError, match="smoke run: expected an error of at most 0.0001, got 0.00"):
+    with pytest.raises(smoke.SmokeError, match="smoke run: expected .* at most 1 times the tolerance, got [0-9]{3}"):
         smoke.smoke(module(wrong))
 
     def empty(*arguments):
         arguments[4].fill_(torch.nan)
 
-    with pytest.raises(smoke.SmokeError, match="got inf"):
+    with pytest.raises(smoke.SmokeError, match="got nan"):
         smoke.smoke(module(empty))
 
 

@@ -1,0 +1,122 @@
+"""What the public paged functions refuse, and how they say it."""
+
+import math
+
+import pytest
+import torch
+from batches import make_decode_batch, make_paged_batch
+
+from tilewright.runtime.paged import decode_attention, extend_attention
+
+WRONG = [
+    ("q", lambda x: x[0], ValueError, r"q: got shape \[4, 8\]"),
+    ("q", lambda x: None, TypeError, "q: got NoneType"),
+    ("q", lambda x: x[:1], ValueError, "q: got 1 rows, expected one per request"),
+    ("q", lambda x: x[:, :3], ValueError, "q: got 3 heads, expected a multiple of the 2 KV heads"),
+    ("q", lambda x: x.double(), TypeError, "q: got torch.float64"),
+    ("q", lambda x: x.half(), TypeError, "k_buffer: got torch.float32, expected torch.float16"),
+    ("q", lambda x: x[..., :7], ValueError, r"k_buffer: got shape \[22, 2, 8\], expected \[22, 2, 7\]"),
+    ("q", lambda x: x.requires_grad_(), ValueError, "q: requires a gradient"),
+    ("k_buffer", lambda x: x.to(torch.float8_e4m3fn), NotImplementedError, "k_buffer.*fp8"),
+    ("k_buffer", lambda x: x.requires_grad_(), ValueError, "k_buffer: requires a gradient"),
+    ("k_buffer", lambda x: x.to("meta"), ValueError, "k_buffer: got device meta"),
+    ("k_buffer", lambda x: x.numpy(), TypeError, "k_buffer: got ndarray"),
+    ("v_buffer", lambda x: x[:-1], ValueError, "v_buffer: got shape"),
+    ("v_buffer", lambda x: x[:, :1], ValueError, "v_buffer: got shape"),
+    ("req_to_token", lambda x: x[0], ValueError, "req_to_token: got shape"),
+    ("req_to_token", lambda x: x.short(), TypeError, "req_to_token: got torch.int16"),
+    ("req_pool_indices", lambda x: x[:1], ValueError, "seq_lens: got shape"),
+    ("req_pool_indices", lambda x: x.float(), TypeError, "req_pool_indices: got torch.float32"),
+    ("seq_lens", lambda x: x[:, None], ValueError, "seq_lens: got shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=[row[3] for row in WRONG])
+def test_wrong_tensors(model, name, change, error, message):
+    batch = make_decode_batch([5, 9])
+    setattr(batch, name, change(getattr(batch, name)))
+    with pytest.raises(error, match=message):
+        decode_attention(*batch.decode_arguments())
+    assert model.calls == []
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"window": -1}, ValueError, "window: got -1"),
+    ({"logit_cap": -1.0}, ValueError, "logit_cap: got -1"),
+    ({"page_size": 0}, ValueError, "page_size: got 0"),
+    ({"k_scale": 0.5}, NotImplementedError, "k_scale"),
+    ({"v_scale": 2.0}, NotImplementedError, "v_scale"),
+    ({"sinks": torch.zeros(3)}, ValueError, "sinks: got shape"),
+    ({"sinks": torch.zeros(4, dtype=torch.float16)}, TypeError, "sinks: got torch.float16"),
+    ({"out": torch.zeros(2, 4, 7)}, ValueError, "out: got shape"),
+    ({"out": torch.zeros(2, 4, 8).half()}, TypeError, "out: got torch.float16"),
+    ({"kv_start": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv_start: got shape"),
+    ({"kv_lens": torch.ones(2, dtype=torch.int32), "window": 2}, ValueError, "window"),
+    ({"key": torch.zeros(2, 2, 8)}, ValueError, "key, value, loc"),
+    ({"window": 1.5}, TypeError, "window: got 1.5, expected an integer"),
+    ({"window": None}, TypeError, "window: got None, expected an integer"),
+    ({"logit_cap": math.nan}, ValueError, "logit_cap: got nan"),
+    ({"logit_cap": math.inf}, ValueError, "logit_cap: got inf"),
+    ({"logit_cap": 1e-40}, ValueError, r"logit_cap: got 1e-40.* or 0 \(off\)"),
+    ({"logit_cap": None}, TypeError, "logit_cap: got None, expected a number"),
+    ({"sm_scale": math.nan}, ValueError, "sm_scale: got nan"),
+    ({"sm_scale": 1e39}, ValueError, "sm_scale: got 1e\\+39"),
+    ({"sm_scale": "x"}, TypeError, "sm_scale: got 'x', expected a number"),
+    ({"sinks": [0.0] * 4}, TypeError, "sinks: got list"),
+    ({"plan": "x"}, TypeError, "plan: got str, expected a Plan of plan_decode"),
+    ({"kv_lens": torch.tensor([-1, 2])}, ValueError, "kv_lens: got values -1"),
+    ({"out": torch.zeros(1, 4, 8).expand(2, 4, 8)}, ValueError, "out: got strides.*memory of its own"),
+    ({"out": torch.zeros(2, 4, 8, requires_grad=True)}, ValueError, "out: requires a gradient"),
+])  # fmt: skip
+def test_wrong_options(model, options, error, message):
+    with pytest.raises(error, match=message):
+        decode_attention(*make_decode_batch([5, 9]).decode_arguments(), **options)
+    assert model.calls == []
+
+
+def test_tree_mask_and_half_of_k_v(model):
+    batch = make_paged_batch([5], [4])
+    with pytest.raises(NotImplementedError, match="tree_mask"):
+        extend_attention(*batch.extend_arguments(), tree_mask=torch.ones(16, dtype=torch.bool))
+    batch.v = None
+    with pytest.raises(ValueError, match="k, v: got one of the two"):
+        extend_attention(*batch.extend_arguments())
+
+
+def test_checked_mode_names_the_bad_index(model):
+    """Casebook P12: refused before anything runs."""
+
+    def fails(message, change, **options):
+        batch = make_decode_batch([5, 9])
+        change(batch)
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*batch.decode_arguments(), **options)
+
+    def put(name, where, value):
+        def change(batch):
+            getattr(batch, name)[where] = value
+
+        return change
+
+    def slot(value):
+        def change(batch):
+            batch.req_to_token[batch.req_pool_indices[1], 3] = value
+
+        return change
+
+    fails(r"req_to_token\[\d+, 3\] \(request 1\): got 999", slot(999))
+    fails(r"req_to_token\[\d+, 3\] \(request 1\): got -1", slot(-1))
+    fails(r"req_pool_indices\[0\]: got 4", put("req_pool_indices", 0, 4))
+    fails(r"seq_lens\[1\]: got 13, expected at most", put("seq_lens", 1, 13))
+    fails(r"seq_lens: got values -3", put("seq_lens", 1, -3))
+    fails(r"kv_start\[0\]: got -1", lambda _: None, kv_start=torch.tensor([-1, 0]))
+    fails(r"seq_lens\[1\].*kv_start", lambda _: None, kv_start=torch.tensor([0, 9]))
+    fails(r"page_size: got 4, but keys", lambda _: None, page_size=4)
+    fails(r"loc\[0\]: got 99", lambda _: None, key=torch.ones(2, 2, 8), value=torch.ones(2, 2, 8),
+          loc=torch.tensor([99, 1]))  # fmt: skip
+    assert model.calls == []
+    hidden = make_decode_batch([5, 9])
+    hidden.req_to_token[hidden.req_pool_indices[1], 3] = 999
+    decode_attention(*hidden.decode_arguments(), window=5)  # key 3 is out of sight: may be anything
+    with pytest.raises(ValueError, match="req_to_token"):
+        decode_attention(*hidden.decode_arguments(), window=6)
