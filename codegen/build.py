@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tilewright
 from tilewright.codegen.cuda_toolchain import compiler_version
@@ -34,9 +35,12 @@ from tilewright.runtime.manifest import (
     verify_file,
 )
 from tilewright.runtime.store import default_root
-from tilewright.schedules.spaces import Decisions, get_space, space_module
+from tilewright.schedules.spaces import PROGRAMMATIC, Decisions, get_space, space_module
 from tilewright.schedules.targets import Target, get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
+
+if TYPE_CHECKING:
+    import tvm
 
 _PACKAGE = Path(__file__).parent.parent
 LOGS = _PACKAGE / "tuning_logs"
@@ -229,6 +233,10 @@ def _manifest(name: str, target: Target, staging: Path, **rest: object) -> Manif
     return Manifest(**fields | rest)  # type: ignore[arg-type]
 
 
+def _programmatic(function: tvm.tirx.PrimFunc) -> bool:
+    return bool(function.attrs is not None and PROGRAMMATIC in function.attrs and function.attrs[PROGRAMMATIC])
+
+
 def build_launcher(target: str, root: Path | None = None, *, force: bool = False) -> Path:
     """Build the launcher (for OpenMP or CUDA) into the target's folder unless it is up to date; the library's path.
 
@@ -308,7 +316,7 @@ def build(
     with _staging(folder) as staging:
         kernels = {}
         if where.device == "cuda":
-            kernels = export_cuda(executable, staging)
+            kernels = export_cuda(executable, staging, programmatic=_programmatic(module[workload.operator]))
             (staging / "module.cu").write_text(executable.mod.imports[0].inspect_source())
         else:
             export(executable, staging / MODULE_NAME)

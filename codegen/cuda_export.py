@@ -112,8 +112,13 @@ def _device_module(executable: tvm.runtime.Executable) -> bytes:
     return reader.take(reader.size())
 
 
-def export_cuda(executable: tvm.runtime.Executable, folder: Path) -> dict[str, KernelEntry]:
+def export_cuda(executable: tvm.runtime.Executable, folder: Path, *, programmatic: bool) -> dict[str, KernelEntry]:
     """Write module.so and module.cubin into `folder`; how the kernels are launched belongs into the manifest.
+
+    Args:
+        executable: what compile_module made.
+        folder: where.
+        programmatic: whether its kernels may be launched before the kernel before has ended (TVM has no way to say so).
 
     Raises:
         BuildError: no C compiler, or the compiler made what the launcher does not serve.
@@ -121,6 +126,10 @@ def export_cuda(executable: tvm.runtime.Executable, folder: Path) -> dict[str, K
     from tilewright.codegen.compile import check_symbols, link
 
     cubin, kernels = parse_cuda_module(_device_module(executable))
+    if programmatic:
+        kernels = {
+            name: KernelEntry(entry.arguments, [*entry.launch, "programmatic"]) for name, entry in kernels.items()
+        }
     with tempfile.TemporaryDirectory(prefix="tilewright-") as scratch:
         host = Path(scratch) / "host.o"
         executable.mod.write_to_file(str(host), "o")

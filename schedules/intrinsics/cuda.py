@@ -22,19 +22,23 @@ def _function(name: str, result: str, parameters: str, body: str) -> Callable[..
     return call
 
 
-exp2 = _function("tw_exp2", "float", "float x", 'float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;')
+exp2 = _function(
+    "tw_exp2", "float", "float x", 'float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;'
+)
 """2**x; 0 for -inf."""
 log2 = _function("tw_log2", "float", "float x", 'float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;')
 """Binary logarithm."""
-# tanh.approx is off by 5e-4, too much for a soft-cap of 50.
+# tanh.approx is off by 5e-4, too much for a soft-cap of 50. Near 0 the quotient cancels.
 tanh = _function(
     "tw_tanh",
     "float",
     "float x",
     'float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 2.8853900817779268f)); '
-    "return 1.f - __fdividef(2.f, 1.f + e);",
+    "float s = x * x; "
+    "float small = x + x * s * (-1.f / 3 + s * (2.f / 15 + s * (-17.f / 315 + s * (62.f / 2835)))); "
+    "return s < 0.0625f ? small : 1.f - __fdividef(2.f, 1.f + e);",
 )
-"""Hyperbolic tangent with an absolute error of 3e-7: a score is off by at most that share of the soft-cap."""
+"""Hyperbolic tangent with a relative error of 2e-6, so that a large soft-cap costs no accuracy."""
 
 quad_max = _function(
     "tw_quad_max",
@@ -82,6 +86,11 @@ copy_row16 = _function(
 )
 """copy16 from a row of the one or the other tensor; strides in bytes."""
 
+let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
+"""The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
+await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')
+"""Wait for all writes of the kernel before; at once where this one was launched after its end."""
+
 PACK = {
     "bf16": _function(
         "tw_pack_bf16",
@@ -98,9 +107,7 @@ PACK = {
 }
 """Two f32 rounded to nearest and packed into a word, the first in its low half."""
 
-copy_vector = _function(
-    "tw_copy_vector", "void", "void* to, const void* from", "*(uint4*)to = *(const uint4*)from;"
-)
+copy_vector = _function("tw_copy_vector", "void", "void* to, const void* from", "*(uint4*)to = *(const uint4*)from;")
 """Sixteen bytes from global memory to global memory, both aligned to 16."""
 store_word = _function("tw_store_word", "void", "void* p, unsigned x", "*(unsigned*)p = x;")
 """Four bytes to an address that is a multiple of four."""

@@ -21,6 +21,7 @@ from tilewright.schedules.intrinsics.cuda import (
     PACK,
     copy16,
     exp2,
+    let_next_start,
     load_pair,
     log2,
     quad_max,
@@ -71,12 +72,13 @@ def ring_elements(workload: Workload, warps: int, stages: int) -> int:
     return warps * stages * TILE * (pitch(workload.head_dim_qk) + pitch(workload.head_dim_vo))
 
 
-def decode(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
+def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> tirx.PrimFunc:
     """The kernel of docs/kernel-abi.md for one query token an item.
 
     Args:
         workload: operator "paged_decode", 16-bit, group at most MOST_GROUP, head dims multiples of 16.
         decisions: `warps` of a CTA, `stages` of a warp's ring.
+        hopper: whether the merge that follows may start early.
     """
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
     NW, NST = decisions["warps"], decisions["stages"]
@@ -210,9 +212,7 @@ def decode(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         row: T.let[T.int32] = (i * 32 + lane) // KC
                         copy16(
                             ring.ptr_to([(warp * NST + n % NST) * STAGE + place(row, (i * 32 + lane) % KC, D)]),
-                            k_buffer.ptr_to(
-                                [T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % KC) * 8]
-                            ),
+                            k_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % KC) * 8]),
                         )
                     for i in T.unroll(TILE * VC // 32):
                         row: T.let[T.int32] = (i * 32 + lane) // VC
@@ -220,9 +220,7 @@ def decode(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             ring.ptr_to(
                                 [(warp * NST + n % NST) * STAGE + TILE * KROW + place(row, (i * 32 + lane) % VC, Dv)]
                             ),
-                            v_buffer.ptr_to(
-                                [T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % VC) * 8]
-                            ),
+                            v_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % VC) * 8]),
                         )
                     look_up(n + 1)
                 T.ptx.cp.async_.commit_group()
@@ -263,14 +261,10 @@ def decode(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 if (n * NW + warp) * TILE + TILE > keys:
                     for nb in T.unroll(2):
                         for e in T.unroll(2 * HALVES):
-                            S[nb * 4 + e] = T.Select(
-                                offset + nb * 8 + e % 2 < keys, S[nb * 4 + e], T.float32(NEG)
-                            )
+                            S[nb * 4 + e] = T.Select(offset + nb * 8 + e % 2 < keys, S[nb * 4 + e], T.float32(NEG))
                 for h in T.unroll(HALVES):
                     top[h] = quad_max(
-                        T.max(
-                            T.max(m[h], T.max(S[h * 2], S[h * 2 + 1])), T.max(S[4 + h * 2], S[4 + h * 2 + 1])
-                        )
+                        T.max(T.max(m[h], T.max(S[h * 2], S[h * 2 + 1])), T.max(S[4 + h * 2], S[4 + h * 2 + 1]))
                     )
                     shift[h] = finite_or_zero(top[h]) * factor
                     keep[h] = exp2(m[h] * factor - shift[h])
@@ -306,6 +300,8 @@ def decode(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
                         )
             T.ptx.cp.async_.wait_all()
+            if hopper:
+                let_next_start()
             for h in T.unroll(HALVES):
                 l[h] = quad_sum(l[h])
                 m[h] = m[h] * factor  # base-2 logits from here on

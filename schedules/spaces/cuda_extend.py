@@ -238,9 +238,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             ]
                     else:
                         for i in T.unroll(HOLD):
-                            later[i] = (
-                                T.min(split + (j - old_tiles) * BN + part_row + i * 32 + tx % 32, last) + new_row
-                            )
+                            later[i] = T.min(split + (j - old_tiles) * BN + part_row + i * 32 + tx % 32, last) + new_row
 
                 if tiles > 0:
                     look_up(0)

@@ -7,7 +7,16 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tilewright.schedules.intrinsics.cuda import PACK, copy_vector, exp2, log2, store_word, warp_max, warp_sum
+from tilewright.schedules.intrinsics.cuda import (
+    PACK,
+    await_previous,
+    copy_vector,
+    exp2,
+    log2,
+    store_word,
+    warp_max,
+    warp_sum,
+)
 from tilewright.schedules.paged_attention.definition import (
     TVM_DTYPE,
     finite_or_zero,
@@ -15,6 +24,7 @@ from tilewright.schedules.paged_attention.definition import (
     normaliser,
 )
 from tilewright.schedules.paged_attention.states import COUNT, FIRST, OUT_ROW, ROW_COLUMNS, STRIDE
+from tilewright.schedules.spaces import PROGRAMMATIC
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
@@ -23,11 +33,12 @@ _WARPS = 4  # of a merging CTA, each with every fourth state
 _CHUNK = 32 * _WARPS  # states whose weights are worked out at a time
 
 
-def merge(workload: Workload) -> tirx.PrimFunc:
+def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
     """Merge partial states into whole rows: one CTA an output row and head, which takes the states in parallel.
 
     Args:
         workload: operator "merge"; its dtype is that of `out`. Head dims: multiples of 4, at most MOST_HEAD_DIM.
+        hopper: start beside the end of the kernel before, and wait for it.
     """
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
     NW, CHUNK, GROUPS = _WARPS, _CHUNK, MOST_HEAD_DIM // 128
@@ -37,7 +48,7 @@ def merge(workload: Workload) -> tirx.PrimFunc:
     def merge(
         part_o_: T.handle, part_lse_: T.handle, rows_: T.handle, sinks_: T.handle, out_: T.handle, lse_: T.handle
     ):
-        T.func_attr({"global_symbol": "merge"})
+        T.func_attr({"global_symbol": "merge", PROGRAMMATIC: hopper})
         P, H, Dv, R, tokens = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
         o0, o1, l0, l1 = T.int64(), T.int64(), T.int64(), T.int64()
         part_o = T.match_buffer(part_o_, (P, H, Dv), "float32", align=16)
@@ -55,6 +66,8 @@ def merge(workload: Workload) -> tirx.PrimFunc:
         values = T.alloc_buffer((NW, MOST_HEAD_DIM), "float32", scope="shared", align=16)
         warp: T.let[T.int32] = tx // 32
         lane: T.let[T.int32] = tx % 32
+        if hopper:
+            await_previous()
         count: T.let[T.int32] = rows[r, COUNT]
         if count > 0:
             O = T.alloc_local([4 * GROUPS], "float32")
@@ -71,14 +84,11 @@ def merge(workload: Workload) -> tirx.PrimFunc:
             for c in T.serial((count + (CHUNK - 1)) // CHUNK):
                 state[0] = T.float32(NEG)
                 if c * CHUNK + tx < count:
-                    state[0] = (
-                        part_lse[
-                            T.Cast("int64", rows[r, FIRST])
-                            + T.Cast("int64", c * CHUNK + tx) * T.Cast("int64", rows[r, STRIDE]),
-                            h,
-                        ]
-                        * T.float32(LOG2_E)
-                    )
+                    state[0] = part_lse[
+                        T.Cast("int64", rows[r, FIRST])
+                        + T.Cast("int64", c * CHUNK + tx) * T.Cast("int64", rows[r, STRIDE]),
+                        h,
+                    ] * T.float32(LOG2_E)
                 top[0] = warp_max(state[0])
                 if lane == 0:
                     tops[warp] = top[0]
@@ -99,13 +109,17 @@ def merge(workload: Workload) -> tirx.PrimFunc:
                         for g in T.unroll(GROUPS):
                             if g * 128 + lane * 4 < T.Cast("int32", Dv):
                                 for e in T.vectorized(4):
-                                    O[g * 4 + e] = O[g * 4 + e] + weight[n * NW + warp] * part_o[
-                                        T.Cast("int64", rows[r, FIRST])
-                                        + T.Cast("int64", c * CHUNK + n * NW + warp)
-                                        * T.Cast("int64", rows[r, STRIDE]),
-                                        h,
-                                        g * 128 + lane * 4 + e,
-                                    ]
+                                    O[g * 4 + e] = (
+                                        O[g * 4 + e]
+                                        + weight[n * NW + warp]
+                                        * part_o[
+                                            T.Cast("int64", rows[r, FIRST])
+                                            + T.Cast("int64", c * CHUNK + n * NW + warp)
+                                            * T.Cast("int64", rows[r, STRIDE]),
+                                            h,
+                                            g * 128 + lane * 4 + e,
+                                        ]
+                                    )
             l[0] = warp_sum(l[0])
             if lane == 0:
                 sums[warp] = l[0]
@@ -135,12 +149,14 @@ def merge(workload: Workload) -> tirx.PrimFunc:
     return merge
 
 
-def write_kv(workload: Workload) -> tirx.PrimFunc:
+def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
     """Copy rows into the slots of a pool, 16 bytes a thread; which of several rows for one slot stays is open.
 
     Args:
         workload: operator "write_kv"; head dims: multiples of 8.
+        hopper: makes no difference.
     """
+    del hopper
     dtype = TVM_DTYPE[workload.dtype]
     THREADS = 256
 
@@ -161,7 +177,9 @@ def write_kv(workload: Workload) -> tirx.PrimFunc:
             for i in T.serial((T.Cast("int32", H) * chunks + (THREADS - 1)) // THREADS):
                 if i * THREADS + tx < T.Cast("int32", H) * chunks:
                     copy_vector(
-                        buffer.ptr_to([T.Cast("int64", slot), (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]),
+                        buffer.ptr_to(
+                            [T.Cast("int64", slot), (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]
+                        ),
                         x.ptr_to([t, (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]),
                     )
 

@@ -1,4 +1,4 @@
-"""The decisions of the paged operators on NVIDIA GPUs; cuda_decode.py, cuda_extend.py and cuda_states.py make kernels."""
+"""The decisions of the paged operators on NVIDIA GPUs; cuda_decode, cuda_extend and cuda_states make the kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, c
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
-_STATES: dict[str, Callable[[Workload], tirx.PrimFunc]] = {
+_STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "merge": cuda_states.merge,
     "write_kv": cuda_states.write_kv,
 }
@@ -34,7 +34,7 @@ def space(workload: Workload, target: Target) -> Space:
             choices={},
             default={},
             legal=lambda decisions: not decisions,
-            module=lambda decisions: tvm.IRModule({workload.operator: make(workload)}),
+            module=lambda decisions: tvm.IRModule({workload.operator: make(workload, _hopper(target))}),
             plan=lambda decisions: {},
         )
     if workload.general:
@@ -69,7 +69,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
         choices=choices,
         default={"warps": 1, "stages": 2, "min_split": 256, "max_split": 2048},
         legal=legal,
-        module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n)}),
+        module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
             "block_q": 1,
             "chunk": cuda_decode.TILE * n["warps"],
@@ -87,7 +87,7 @@ def _resident(target: Target, warps: int, ring: int) -> int:
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:
     """Decisions: query rows of an item, keys of a tile, stages of the rings, whether consumers take turns."""
-    if target.features != ("sm_90a",):
+    if not _hopper(target):
         raise UnsupportedWorkload(f"{where}: extend needs warpgroup products (sm_90a)")
     group = workload.group or 1
     if group > cuda_extend.ROWS:
@@ -129,3 +129,7 @@ def _inside(n: Decisions, choices: dict[str, tuple[int, ...]]) -> bool:
 
 def _shared_memory(target: Target) -> int:
     return int(target.tvm["max_shared_memory_per_block"])
+
+
+def _hopper(target: Target) -> bool:
+    return target.features == ("sm_90a",)
