@@ -57,6 +57,12 @@ def _workspace() -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
+def _run(wrapper: Any, q: Tensor, pool: tuple[Tensor, ...]) -> Call:
+    """A planned FlashInfer call into an output of its own."""
+    out = torch.empty_like(q)
+    return Call(lambda: wrapper.run(q, pool, out=out), lambda _: (out,))
+
+
 def version() -> str:
     """Of FlashInfer, "" where it is not installed."""
     module = _flashinfer()
@@ -89,10 +95,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor],
             q_data_type=q.dtype, kv_data_type=q.dtype,
         )  # fmt: skip
         paged = tuple(x.unsqueeze(1) for x in pool)
-        out = torch.empty_like(q)
-        forms["flashinfer decode, tensor cores"] = Call(
-            lambda: wrapper.run(q, paged, out=out), lambda out: (_tensor(out),)
-        )
+        forms["flashinfer decode, tensor cores"] = _run(wrapper, q, paged)
     return _working(forms)
 
 
@@ -127,8 +130,5 @@ def extend(
                 torch.ones(batch, dtype=torch.int32, device="cuda"), heads, kv_heads, dim, 1, causal=True,
                 q_data_type=q.dtype, kv_data_type=q.dtype,
             )  # fmt: skip
-            out = torch.empty_like(q)
-            forms[f"flashinfer {backend}"] = Call(
-                lambda wrapper=wrapper, out=out: wrapper.run(q, paged, out=out), lambda out: (_tensor(out),)
-            )
+            forms[f"flashinfer {backend}"] = _run(wrapper, q, paged)
     return _working(forms)

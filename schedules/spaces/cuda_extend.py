@@ -172,18 +172,83 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             T.int64(),
             T.int64(),
         )
-        q = T.match_buffer(q_, (tokens, heads * G, D), dtype, strides=(q0, q1, 1), align=16)
-        k_buffer = T.match_buffer(k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16)
-        v_buffer = T.match_buffer(v_, (slots, heads, Dv), dtype, strides=(v0, v1, 1), align=16)
-        k_new = T.match_buffer(k_new_, (fresh, heads, D), dtype, strides=(kn0, kn1, 1), align=16)
-        v_new = T.match_buffer(v_new_, (fresh, heads, Dv), dtype, strides=(vn0, vn1, 1), align=16)
-        req_to_token = T.match_buffer(req_to_token_, (table_rows, table_columns), "int32", strides=(t0, t1), align=4)
-        req_pool_indices = T.match_buffer(req_pool_indices_, (requests,), "int32", strides=(i0,), align=4)
-        kv_start = T.match_buffer(kv_start_, (requests,), "int32", strides=(s0,), align=4)
+        q = T.match_buffer(
+            q_,
+            (tokens, heads * G, D),
+            dtype,
+            strides=(q0, q1, 1),
+            align=16,
+            layout=T.TileLayout(T.S[(tokens, heads * G, D) : (q0, q1, 1)]),
+        )
+        k_buffer = T.match_buffer(
+            k_,
+            (slots, heads, D),
+            dtype,
+            strides=(k0, k1, 1),
+            align=16,
+            layout=T.TileLayout(T.S[(slots, heads, D) : (k0, k1, 1)]),
+        )
+        v_buffer = T.match_buffer(
+            v_,
+            (slots, heads, Dv),
+            dtype,
+            strides=(v0, v1, 1),
+            align=16,
+            layout=T.TileLayout(T.S[(slots, heads, Dv) : (v0, v1, 1)]),
+        )
+        k_new = T.match_buffer(
+            k_new_,
+            (fresh, heads, D),
+            dtype,
+            strides=(kn0, kn1, 1),
+            align=16,
+            layout=T.TileLayout(T.S[(fresh, heads, D) : (kn0, kn1, 1)]),
+        )
+        v_new = T.match_buffer(
+            v_new_,
+            (fresh, heads, Dv),
+            dtype,
+            strides=(vn0, vn1, 1),
+            align=16,
+            layout=T.TileLayout(T.S[(fresh, heads, Dv) : (vn0, vn1, 1)]),
+        )
+        req_to_token = T.match_buffer(
+            req_to_token_,
+            (table_rows, table_columns),
+            "int32",
+            strides=(t0, t1),
+            align=4,
+            layout=T.TileLayout(T.S[(table_rows, table_columns) : (t0, t1)]),
+        )
+        req_pool_indices = T.match_buffer(
+            req_pool_indices_,
+            (requests,),
+            "int32",
+            strides=(i0,),
+            align=4,
+            layout=T.TileLayout(T.S[(requests,) : (i0,)]),
+        )
+        kv_start = T.match_buffer(
+            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=T.TileLayout(T.S[(requests,) : (s0,)])
+        )
         items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
         sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
-        out = T.match_buffer(out_, (tokens, heads * G, Dv), dtype, strides=(o0, o1, 1), align=4)
-        lse = T.match_buffer(lse_, (tokens, heads * G), "float32", strides=(l0, l1), align=4)
+        out = T.match_buffer(
+            out_,
+            (tokens, heads * G, Dv),
+            dtype,
+            strides=(o0, o1, 1),
+            align=4,
+            layout=T.TileLayout(T.S[(tokens, heads * G, Dv) : (o0, o1, 1)]),
+        )
+        lse = T.match_buffer(
+            lse_,
+            (tokens, heads * G),
+            "float32",
+            strides=(l0, l1),
+            align=4,
+            layout=T.TileLayout(T.S[(tokens, heads * G) : (l0, l1)]),
+        )
         part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
         part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
         T.device_entry()

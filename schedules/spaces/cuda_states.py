@@ -55,8 +55,17 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         part_lse = T.match_buffer(part_lse_, (P, H), "float32", align=4)
         rows = T.match_buffer(rows_, (R, ROW_COLUMNS), "int32", align=4)
         sinks = T.match_buffer(sinks_, (H,), "float32", align=4)
-        out = T.match_buffer(out_, (tokens, H, Dv), dtype, strides=(o0, o1, T.int64(1)), align=4)
-        lse = T.match_buffer(lse_, (tokens, H), "float32", strides=(l0, l1), align=4)
+        out = T.match_buffer(
+            out_,
+            (tokens, H, Dv),
+            dtype,
+            strides=(o0, o1, T.int64(1)),
+            align=4,
+            layout=T.TileLayout(T.S[(tokens, H, Dv) : (o0, o1, T.int64(1))]),
+        )
+        lse = T.match_buffer(
+            lse_, (tokens, H), "float32", strides=(l0, l1), align=4, layout=T.TileLayout(T.S[(tokens, H) : (l0, l1)])
+        )
         T.device_entry()
         h, r = T.cta_id([T.Cast("int32", H), T.Cast("int32", R)])
         tx = T.thread_id([32 * NW])
@@ -165,9 +174,25 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         T.func_attr({"global_symbol": "write_kv"})
         tokens, slots, H, D = T.int64(), T.int64(), T.int64(), T.int64()
         x0, x1, b0, b1, l0 = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
-        x = T.match_buffer(x_, (tokens, H, D), dtype, strides=(x0, x1, T.int64(1)), align=16)
-        buffer = T.match_buffer(buffer_, (slots, H, D), dtype, strides=(b0, b1, T.int64(1)), align=16)
-        loc = T.match_buffer(loc_, (tokens,), "int32", strides=(l0,), align=4)
+        x = T.match_buffer(
+            x_,
+            (tokens, H, D),
+            dtype,
+            strides=(x0, x1, T.int64(1)),
+            align=16,
+            layout=T.TileLayout(T.S[(tokens, H, D) : (x0, x1, T.int64(1))]),
+        )
+        buffer = T.match_buffer(
+            buffer_,
+            (slots, H, D),
+            dtype,
+            strides=(b0, b1, T.int64(1)),
+            align=16,
+            layout=T.TileLayout(T.S[(slots, H, D) : (b0, b1, T.int64(1))]),
+        )
+        loc = T.match_buffer(
+            loc_, (tokens,), "int32", strides=(l0,), align=4, layout=T.TileLayout(T.S[(tokens,) : (l0,)])
+        )
         T.device_entry()
         t = T.cta_id([T.Cast("int32", tokens)])
         tx = T.thread_id([THREADS])
