@@ -82,24 +82,24 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() or tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
-def aligned(tensor: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, as the kernels of GPUs copy them."""
+def aligned(tensor: Tensor, size: int = 16) -> bool:
+    """Whether every row begins at a multiple of `size` bytes, a power of two; GPU kernels copy inputs by 16."""
     places = tensor.data_ptr()
     for stride in tensor.stride()[:-1]:
         places |= stride * tensor.itemsize
-    return not places & 15
+    return not places & (size - 1)
 
 
-def expect_aligned(name: str, tensor: Tensor) -> None:
+def expect_aligned(name: str, tensor: Tensor, size: int = 16) -> None:
     """A tensor that a GPU kernel must address as it is.
 
     Raises:
-        ValueError: rows do not begin at multiples of 16 bytes.
+        ValueError: rows do not begin at multiples of `size` bytes.
     """
-    if not aligned(tensor):
+    if not aligned(tensor, size):
         raise ValueError(
             f"{name}: got rows at address {tensor.data_ptr():#x} with strides {list(tensor.stride())}, expected rows "
-            "that begin at multiples of 16 bytes (on a GPU)"
+            f"that begin at multiples of {size} bytes (on a GPU)"
         )
 
 

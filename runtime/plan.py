@@ -15,6 +15,7 @@ from tilewright.runtime import gpu_work
 from tilewright.runtime.arguments import kernel_window, narrow
 from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.gpu_work import GpuWork, lengths_on_host
+from tilewright.runtime.planned_call import PlannedCall
 from tilewright.runtime.planner import (
     FINE,
     ITEM_COLUMNS,
@@ -163,6 +164,7 @@ class Plan:
         prefixes: smallest and largest prefix, 0 counted in.
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
+        calls: checked calls of this batch, by pools, table and options (on a GPU).
     """
 
     _handles = itertools.count()
@@ -202,6 +204,8 @@ class Plan:
         self._processors = gpu_work.multiprocessors(self.device)
         self._work: dict[tuple[Tiling, int, bool], DeviceWork | GpuWork] = {}
         self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.on_gpu = self._processors > 0
+        self.calls: dict[tuple[Any, ...], PlannedCall] = {}
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
         self._scratch_lse = torch.empty((0, num_qo_heads), dtype=torch.float32, device=self.device)
@@ -232,6 +236,7 @@ class Plan:
     def _set_lengths(self, lengths: Lengths) -> None:
         self.lengths = lengths
         self.batch = len(lengths.kv_lens)
+        self.calls.clear()
         if len(self.zeros) != self.batch:
             self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)
         if self.phase == "decode":
@@ -252,11 +257,12 @@ class Plan:
         All lists made so far are rewritten. Where `buffers` were given and the new batch does not fit them, ValueError
         is raised and the plan stays as it was; memory of the plan's own grows instead (addresses then change).
 
-        On a GPU the lists are copied on the current stream, without waiting for it; lengths on the GPU alone are waited
-        for (give seq_lens_cpu). In decode, lengths that have only grown a little, as from one step to the next, keep
-        the splits that they have: without `batch_invariant` a result's bits may depend on the plan's past.
+        On a GPU the lists are copied on the current stream, without waiting (all updates of a plan on one stream);
+        lengths on the GPU alone are waited for (give seq_lens_cpu). In decode, lengths that have only grown a little,
+        as from one step to the next, keep the splits that they have: without `batch_invariant` a result's bits may
+        depend on the plan's past.
         """
-        if self.phase == "decode" and extend_seq_lens is None and extend_start_loc is None:
+        if self._processors and self.phase == "decode" and extend_seq_lens is None and extend_start_loc is None:
             known = lengths_on_host(seq_lens if seq_lens_cpu is None else seq_lens_cpu)
             if known is not None and self._moved(known):
                 return
@@ -282,11 +288,11 @@ class Plan:
 
     def _moved(self, kv_lens: np.ndarray) -> bool:
         """Move all lists on to these lengths where they reach so far."""
-        lists = [work for work in self._work.values() if isinstance(work, GpuWork)]
-        if not lists or not all(work.reaches(kv_lens) for work in lists):
-            return False
-        for work in lists:
-            work.move(kv_lens)
+        for work in self._work.values():
+            if not work.reaches(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+                return False
+        for work in self._work.values():
+            work.move(kv_lens)  # type: ignore[union-attr]
         self.lengths.kv_lens[:] = kv_lens
         return True
 
