@@ -14,6 +14,7 @@ from tilewright.schedules.intrinsics.cuda import (
     exp2,
     log2,
     store_word,
+    strided,
     warp_max,
     warp_sum,
 )
@@ -55,8 +56,17 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         part_lse = T.match_buffer(part_lse_, (P, H), "float32", align=4)
         rows = T.match_buffer(rows_, (R, ROW_COLUMNS), "int32", align=4)
         sinks = T.match_buffer(sinks_, (H,), "float32", align=4)
-        out = T.match_buffer(out_, (tokens, H, Dv), dtype, strides=(o0, o1, T.int64(1)), align=4)
-        lse = T.match_buffer(lse_, (tokens, H), "float32", strides=(l0, l1), align=4)
+        out = T.match_buffer(
+            out_,
+            (tokens, H, Dv),
+            dtype,
+            strides=(o0, o1, T.int64(1)),
+            align=4,
+            layout=strided((tokens, H, Dv), (o0, o1, T.int64(1))),
+        )
+        lse = T.match_buffer(
+            lse_, (tokens, H), "float32", strides=(l0, l1), align=4, layout=strided((tokens, H), (l0, l1))
+        )
         T.device_entry()
         h, r = T.cta_id([T.Cast("int32", H), T.Cast("int32", R)])
         tx = T.thread_id([32 * NW])
@@ -64,11 +74,11 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         tops = T.alloc_buffer((NW,), "float32", scope="shared", align=16)
         sums = T.alloc_buffer((NW,), "float32", scope="shared", align=16)
         values = T.alloc_buffer((NW, MOST_HEAD_DIM), "float32", scope="shared", align=16)
-        warp: T.let[T.int32] = tx // 32
-        lane: T.let[T.int32] = tx % 32
+        warp: T.int32 = tx // 32
+        lane: T.int32 = tx % 32
         if hopper:
             await_previous()
-        count: T.let[T.int32] = rows[r, COUNT]
+        count: T.int32 = rows[r, COUNT]
         if count > 0:
             O = T.alloc_local([4 * GROUPS], "float32")
             m = T.alloc_local([1], "float32")  # of all states so far, the same in every thread
@@ -165,22 +175,40 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         T.func_attr({"global_symbol": "write_kv"})
         tokens, slots, H, D = T.int64(), T.int64(), T.int64(), T.int64()
         x0, x1, b0, b1, l0 = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
-        x = T.match_buffer(x_, (tokens, H, D), dtype, strides=(x0, x1, T.int64(1)), align=16)
-        buffer = T.match_buffer(buffer_, (slots, H, D), dtype, strides=(b0, b1, T.int64(1)), align=16)
-        loc = T.match_buffer(loc_, (tokens,), "int32", strides=(l0,), align=4)
+        x = T.match_buffer(
+            x_,
+            (tokens, H, D),
+            dtype,
+            strides=(x0, x1, T.int64(1)),
+            align=16,
+            layout=strided((tokens, H, D), (x0, x1, T.int64(1))),
+        )
+        buffer = T.match_buffer(
+            buffer_,
+            (slots, H, D),
+            dtype,
+            strides=(b0, b1, T.int64(1)),
+            align=16,
+            layout=strided((slots, H, D), (b0, b1, T.int64(1))),
+        )
+        loc = T.match_buffer(loc_, (tokens,), "int32", strides=(l0,), align=4, layout=strided((tokens,), (l0,)))
         T.device_entry()
         t = T.cta_id([T.Cast("int32", tokens)])
         tx = T.thread_id([THREADS])
-        chunks: T.let[T.int32] = T.Cast("int32", D // 8)
-        slot: T.let[T.int32] = loc[t]
+        chunks: T.int32 = T.Cast("int32", D // 8)
+        slot: T.int32 = loc[t]
         if slot >= 0:
             for i in T.serial((T.Cast("int32", H) * chunks + (THREADS - 1)) // THREADS):
                 if i * THREADS + tx < T.Cast("int32", H) * chunks:
                     copy_vector(
                         buffer.ptr_to(
-                            [T.Cast("int64", slot), (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]
+                            [
+                                T.Cast("int64", slot),
+                                T.truncdiv(i * THREADS + tx, chunks),
+                                T.truncmod(i * THREADS + tx, chunks) * 8,
+                            ]
                         ),
-                        x.ptr_to([t, (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]),
+                        x.ptr_to([t, T.truncdiv(i * THREADS + tx, chunks), T.truncmod(i * THREADS + tx, chunks) * 8]),
                     )
 
     return write_kv
