@@ -31,8 +31,8 @@ class _Slot:
 
     def __init__(self, items: Tensor, rows: Tensor) -> None:
         on_gpu = items.device.type == "cuda"
-        self.items_tensor = torch.zeros(items.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self.rows_tensor = torch.zeros(rows.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self.items_tensor = torch.zeros(items.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self.rows_tensor = torch.zeros(rows.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.items, self.rows = self.items_tensor.numpy(), self.rows_tensor.numpy()
         self.event: torch.cuda.Event | None = None
 

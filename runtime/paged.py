@@ -15,6 +15,7 @@ from tilewright.runtime.arguments import (
     dtype_name,
     expect,
     expect_index,
+    expect_multiple,
     expect_writable,
     inference_only,
     refuse_later_options,
@@ -295,6 +296,8 @@ def merge_into(dtype: str, o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor)
     states, tokens, heads, dim = o.shape
     if not tokens:
         return
+    if o.device.type == "cuda":
+        expect_multiple("o", dim, 4)
     rows = torch.empty((tokens, 4), dtype=torch.int32, device=o.device)
     rows[:, 0] = rows[:, 1] = torch.arange(tokens, dtype=torch.int32, device=o.device)
     rows[:, 2], rows[:, 3] = states, tokens

@@ -12,9 +12,12 @@ from tilewright.runtime.arguments import (
     dense_rows,
     dtype_name,
     expect,
+    expect_aligned,
     expect_index,
+    expect_multiple,
     expect_page_size,
     expect_writable,
+    gpu_rows,
     inference_only,
     kernel_window,
     narrow,
@@ -65,6 +68,7 @@ def run(
     # -- shapes, dtypes, devices
     dtype = dtype_name(q)
     torch_dtype, device = q.dtype, q.device
+    on_gpu = device.type == "cuda"
     tokens, num_qo_heads, dim = sizes("q", q, 3)
     (batch,) = sizes("req_pool_indices", req_pool_indices, 1)
     expect_index("req_pool_indices", req_pool_indices, (batch,), device)
@@ -200,7 +204,14 @@ def run(
         cap_log2 = scale_over_cap = 0.0
     sinks_f32 = sinks_off(num_qo_heads, device) if sinks is None else plan.sinks_f32(sinks)
     narrowed = plan.narrowed
-    q, k_buffer, v_buffer = dense_rows(q), dense_rows(k_buffer), dense_rows(v_buffer)
+    k_buffer, v_buffer = dense_rows(k_buffer), dense_rows(v_buffer)
+    rows = dense_rows
+    if on_gpu:
+        rows = gpu_rows
+        expect_aligned("k_buffer", k_buffer)
+        expect_aligned("v_buffer", v_buffer)
+        expect_aligned("out", out)
+    q = rows(q)
     paging = (
         narrowed(req_to_token),
         narrowed(req_pool_indices),
@@ -222,7 +233,7 @@ def run(
     elif k_new is None or v_new is None:
         attend.run(q, k_buffer, v_buffer, k_buffer, v_buffer, *paging)
     else:
-        attend.run(q, k_buffer, v_buffer, dense_rows(k_new), dense_rows(v_new), *paging)
+        attend.run(q, k_buffer, v_buffer, rows(k_new), rows(v_new), *paging)
     if work.rows is not None:
         kernel("merge", dtype, None, None, None, device).run(work.part_o, work.part_lse, work.rows, sinks_f32, out, lse)
     return (out, lse) if return_lse else out
@@ -308,6 +319,13 @@ def write_rows(dtype: str, k: Tensor, v: Tensor, loc: Tensor, k_buffer: Tensor, 
     """Run the write kernel for K, and for V unless it is a view of K; arguments checked by the caller."""
     write = kernel("write_kv", dtype, None, None, None, k.device).run
     loc = narrow(loc)
-    write(dense_rows(inference_only("k", k)), k_buffer, loc)
+    rows = dense_rows
+    if k.device.type == "cuda":
+        rows = gpu_rows
+        expect_multiple("k", k.shape[2], 8)
+        expect_multiple("v", v.shape[2], 8)
+        expect_aligned("k_buffer", k_buffer)
+        expect_aligned("v_buffer", v_buffer)
+    write(rows(inference_only("k", k)), k_buffer, loc)
     if v_buffer.data_ptr() != k_buffer.data_ptr():
-        write(dense_rows(inference_only("v", v)), v_buffer, loc)
+        write(rows(inference_only("v", v)), v_buffer, loc)

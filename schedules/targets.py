@@ -49,10 +49,6 @@ def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
     return {"kind": "cuda", "arch": arch, "max_shared_memory_per_block": shared_memory, "host": {"kind": "llvm"}}
 
 
-def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
-    return {"kind": "cuda", "arch": arch, "max_shared_memory_per_block": shared_memory, "host": {"kind": "llvm"}}
-
-
 _ALL = (
     Target("x86-avx2", "x86", {"kind": "llvm", "mcpu": "x86-64-v3"}, _V3, rank=10),
     Target(

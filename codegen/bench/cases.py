@@ -17,7 +17,7 @@ from tilewright.codegen.bench.machine import cold_bytes
 from tilewright.codegen.bench.protocol import Call, Contestant
 from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, Tolerance
 from tilewright.runtime import env
-from tilewright.runtime.dispatch import kernel
+from tilewright.runtime.dispatch import CPU, kernel
 from tilewright.runtime.lightning import slopes as model_slopes
 from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.catalog import TUNE_PRESET
@@ -135,8 +135,7 @@ class Roots:
         self._set_path(os.pathsep.join(filter(None, (str(self._untuned), self._given))) if untuned else self._given)
         kernel.cache_clear()
         for item in needed(workload):
-            sizes = () if item.head_dim_qk is None else (item.group, item.head_dim_qk, item.head_dim_vo)
-            kernel(item.operator, item.dtype, *sizes)
+            kernel(item.operator, item.dtype, item.group, item.head_dim_qk, item.head_dim_vo, CPU)
 
 
 def _copies(data: int, cold: int) -> int:

@@ -12,20 +12,26 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewright.schedules.targets import TARGETS
+
 if TYPE_CHECKING:
     from tilewright.codegen.bench.cases import Case, Roots
-    from tilewright.codegen.bench.report import Row
+    from tilewright.codegen.bench.report import Report, Row
     from tilewright.codegen.roofline import Limits
     from tilewright.runtime.store import Artifact
 
 ROUNDS, SECONDS = 20, 5.0
 QUICK_ROUNDS, QUICK_SECONDS = 7, 2.0
+GPU_SECONDS = 1.0
 COST_ROUNDS = 500
 COSTS = "host"
 
 
 @click.command(name="bench", context_settings={"show_default": True})
 @click.argument("filters", nargs=-1, metavar="[FILTER]...")
+@click.option(
+    "--target", type=click.Choice(list(TARGETS)), help="Of a GPU: its workloads instead, on the first GPU there is."
+)
 @click.option("--quick", is_flag=True, help="The workloads that `make tune` tunes, fewer rounds, no host costs.")
 @click.option(
     "--rounds", type=click.IntRange(2), help=f"Least rounds a row.  [default: {ROUNDS}, quick {QUICK_ROUNDS}]"
@@ -42,6 +48,7 @@ COSTS = "host"
 @click.option("--list", "only_list", is_flag=True, help="Only print the names that filters are matched against.")
 def command(
     filters: tuple[str, ...],
+    target: str | None,
     quick: bool,
     rounds: int | None,
     seconds: float | None,
@@ -61,6 +68,13 @@ def command(
     from tilewright.codegen.records import current_environment
     from tilewright.runtime import env
 
+    if target is not None:
+        if TARGETS[target].device != "cuda":
+            raise click.UsageError(
+                f"--target: got {target}; on a CPU the rows are of what a call would use: leave it out"
+            )
+        _bench_gpu(target, filters, rounds, seconds, json_file, as_markdown, only_list)
+        return
     chosen = [case for case in (cases.QUICK if quick else cases.CASES) if _kept(case.name, filters)]
     with_costs = not quick and _kept(COSTS, filters)
     if only_list:
@@ -100,6 +114,84 @@ def command(
         rows=rows,
         costs=costs,
     )
+    _deliver(outcome, json_file, as_markdown)
+
+
+def _bench_gpu(
+    target: str,
+    filters: tuple[str, ...],
+    rounds: int | None,
+    seconds: float | None,
+    json_file: Path | None,
+    as_markdown: bool,
+    only_list: bool,
+) -> None:
+    import torch
+
+    from tilewright.codegen.bench import gpu_cases, gpu_peers, machine, report
+    from tilewright.codegen.records import current_environment
+    from tilewright.runtime import store
+
+    chosen = [case for case in gpu_cases.CASES if _kept(case.name, filters)]
+    with_costs = _kept(COSTS, filters)
+    if only_list:
+        click.echo("\n".join([case.name for case in chosen] + [COSTS] * with_costs))
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException(f"{target}: torch sees no CUDA device")
+    needed = dict.fromkeys(item for case in (*chosen, gpu_cases.CASES[0]) for item in gpu_cases.needed(case.workload))
+    found = {workload: store.find(workload, target).found for workload in needed}
+    missing = [workload.name for workload, artifact in found.items() if artifact is None]
+    if missing:
+        raise click.ClickException(
+            f"{len(missing)} modules are missing or cannot run here; build them: tilewright build {' '.join(missing)} "
+            f"--target {target} (tilewright list --target {target} --verbose says more)"
+        )
+    limits, canary, rows = gpu_cases.limits(), machine.Canary(), []
+    with torch.no_grad():
+        for case in chosen:
+            click.echo(f"{case.name} ...", err=True)
+            artifact = found[case.workload]
+            assert artifact is not None
+            setup, contest = gpu_cases.time_case(
+                case, rounds=rounds or ROUNDS, seconds=GPU_SECONDS if seconds is None else seconds
+            )
+            rows.append(
+                report.Row(
+                    name=case.name,
+                    target=target,
+                    origin=artifact.manifest.origin,
+                    memory=setup.memory,
+                    flops=setup.flops,
+                    bytes=setup.bytes,
+                    limit_us=1e6 * limits.seconds(setup.flops, setup.bytes),
+                    required=case.required,
+                    contest=contest,
+                )
+            )
+            del setup
+            torch.cuda.empty_cache()
+        costs = gpu_cases.costs() if with_costs else []
+    outcome = report.Report(
+        command=shlex.join(["tilewright", *sys.argv[1:]]),
+        machine=gpu_cases.describe(),
+        environment=current_environment(),
+        threads=torch.get_num_threads(),
+        flops=limits.flops,
+        bandwidth=limits.bandwidth,
+        others=canary.others(),
+        rows=rows,
+        costs=costs,
+        peers="peer",
+        product="bf16 matrix product",
+        remarks=[f"{name}: left out: {reason}" for name, reason in gpu_peers.left_out.items()],
+    )
+    _deliver(outcome, json_file, as_markdown)
+
+
+def _deliver(outcome: Report, json_file: Path | None, as_markdown: bool) -> None:
+    from tilewright.codegen.bench import report
+
     if json_file is not None:
         json_file.write_text(outcome.to_json())
     if as_markdown:

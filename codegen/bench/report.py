@@ -75,8 +75,10 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         command, machine: for the caption of a table.
-        flops, bandwidth: the machine's measured limits (flop/s in f32, byte/s), None where not measured.
+        flops, bandwidth: the machine's measured limits (flop/s, byte/s), None where not measured.
         others: CPUs that other processes kept busy meanwhile.
+        peers: who they are, for the head of the table. product: what `flops` was measured with.
+        remarks: more to be read with the table.
     """
 
     command: str
@@ -89,6 +91,9 @@ class Report(msgspec.Struct, frozen=True):
     rows: list[Row]
     costs: list[Cost]
     schema: int = SCHEMA
+    peers: str = "torch"
+    product: str = "f32 multiply-add"
+    remarks: list[str] = []
 
     @property
     def median_gain(self) -> float | None:
@@ -111,7 +116,7 @@ COLUMNS = (
     "workload", "us", "quartiles", "GB/s", "GFLOP/s", "% of limit", "best torch", "torch us", "ratio", "required", "",
     "untuned us", "gain",
 )  # fmt: skip
-_LEFT = ("workload", "best torch", "")
+_LEFT = ("workload", "best torch", "best peer", "")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -140,7 +145,7 @@ def notes(report: Report) -> list[str]:
     if report.flops and report.bandwidth:
         lines.append(
             f"limits measured in this run: {report.bandwidth / 1e9:.1f} GB/s read, {report.flops / 1e9:.0f} GFLOP/s "
-            "f32 multiply-add"
+            f"{report.product}"
         )
     gain = report.median_gain
     if gain is not None:
@@ -155,7 +160,7 @@ def notes(report: Report) -> list[str]:
         lines.append(f"~ quartiles more than {NOISY:.0%} of the median apart: noisy")
     if report.others > BUSY:
         lines.append(f"others kept {report.others:.1f} CPUs busy meanwhile: do not keep these numbers")
-    return lines
+    return lines + report.remarks
 
 
 def _cost_cells(cost: Cost) -> tuple[str, ...]:
@@ -174,7 +179,8 @@ _COST_COLUMNS = ("cost", "median", "quartiles", "required", "")
 def _tables(report: Report) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
     if report.rows:
-        tables.append((COLUMNS, [cells(row) for row in report.rows]))
+        columns = tuple(name.replace("torch", report.peers) for name in COLUMNS)
+        tables.append((columns, [cells(row) for row in report.rows]))
     if report.costs:
         tables.append((_COST_COLUMNS, [_cost_cells(cost) for cost in report.costs]))
     return tables
