@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.tirx.layout import Layout, S, TileLayout
 
-WARP = 32
-LANES_OF_ROW = 4  # lanes of a warp that share one row of an accumulator of mma and wgmma
+
+def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, ...]) -> Layout:
+    """The layout of a parameter with these strides, in elements. (A buffer's `strides` are checked, but not used.)"""
+    return TileLayout(S[shape:strides])
 
 
 def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
     source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
-    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "void": "void"}
+    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void"}
 
     def call(*arguments: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])
@@ -77,15 +80,15 @@ load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(con
 _COPY = 'asm volatile("cp.async.cg.shared.global{hint} [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");'
 copy16 = _function("tw_copy16", "void", "void* to, const void* from", _COPY.format(hint=".L2::128B"))
 """Start an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16."""
+address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
+"""A pointer as an int64."""
 copy_row16 = _function(
     "tw_copy_row16",
     "void",
-    "void* to, bool pool, const void* old, long long old_stride, const void* fresh, long long fresh_stride, int row",
-    "const char* from = (pool ? (const char*)old : (const char*)fresh) + row * (pool ? old_stride : fresh_stride); "
-    + _COPY.format(hint=".L2::128B"),
+    "void* to, long long first, long long stride, int row, int offset",
+    "const char* from = (const char*)(first + row * stride + offset); " + _COPY.format(hint=".L2::128B"),
 )
-"""copy16 from a row of the one or the other tensor; strides in bytes."""
-
+"""copy16 from a row of a tensor, given the address of its first row; stride and offset in bytes."""
 let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
 """The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
 await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')

@@ -29,6 +29,7 @@ from tilewright.schedules.intrinsics.cuda import (
     shuffle,
     store_two,
     store_word,
+    strided,
     tanh,
 )
 from tilewright.schedules.paged_attention.definition import (
@@ -145,15 +146,10 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             dtype,
             strides=(q0, q1, 1),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, heads * G, D) : (q0, q1, 1)]),
+            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
         )
         k_buffer = T.match_buffer(
-            k_,
-            (slots, heads, D),
-            dtype,
-            strides=(k0, k1, 1),
-            align=16,
-            layout=T.TileLayout(T.S[(slots, heads, D) : (k0, k1, 1)]),
+            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
         )
         v_buffer = T.match_buffer(
             v_,
@@ -161,7 +157,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             dtype,
             strides=(v0, v1, 1),
             align=16,
-            layout=T.TileLayout(T.S[(slots, heads, Dv) : (v0, v1, 1)]),
+            layout=strided((slots, heads, Dv), (v0, v1, 1)),
         )
         req_to_token = T.match_buffer(
             req_to_token_,
@@ -169,18 +165,13 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             "int32",
             strides=(t0, t1),
             align=4,
-            layout=T.TileLayout(T.S[(table_rows, table_columns) : (t0, t1)]),
+            layout=strided((table_rows, table_columns), (t0, t1)),
         )
         req_pool_indices = T.match_buffer(
-            req_pool_indices_,
-            (requests,),
-            "int32",
-            strides=(i0,),
-            align=4,
-            layout=T.TileLayout(T.S[(requests,) : (i0,)]),
+            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
         )
         kv_start = T.match_buffer(
-            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=T.TileLayout(T.S[(requests,) : (s0,)])
+            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
         )
         items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
         sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
@@ -190,7 +181,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             dtype,
             strides=(o0, o1, 1),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, heads * G, Dv) : (o0, o1, 1)]),
+            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
         )
         lse = T.match_buffer(
             lse_,
@@ -198,7 +189,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             "float32",
             strides=(l0, l1),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, heads * G) : (l0, l1)]),
+            layout=strided((tokens, heads * G), (l0, l1)),
         )
         part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
         part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
@@ -207,22 +198,20 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         tx = T.thread_id([THREADS])
         ring = T.alloc_buffer((RING,), dtype, scope="shared.dyn", align=1024)
         if items[w, Q_LEN] > 0:
-            q_row: T.let[T.int32] = items[w, Q_ROW]
-            part: T.let[T.int32] = items[w, PART]
-            end: T.let[T.int32] = items[w, KV_BEGIN] + items[w, KV_LEN]
-            first: T.let[T.int32] = T.max(
-                items[w, KV_BEGIN], visible_bounds(items[w, POS], end, window, lookahead)[0] + 1
-            )
-            keys: T.let[T.int32] = visible_bounds(items[w, POS], end, window, lookahead)[1] + 1 - first
-            table_row: T.let[T.int64] = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-            column: T.let[T.int64] = T.Cast("int64", kv_start[items[w, REQUEST]]) + T.Cast("int64", first)
-            warp: T.let[T.int32] = tx // 32
-            lane: T.let[T.int32] = tx % 32
-            tiles: T.let[T.int32] = (T.max(keys, 0) + (TILE - 1)) // TILE
-            mine: T.let[T.int32] = (tiles - warp + (NW - 1)) // NW
+            q_row: T.int32 = items[w, Q_ROW]
+            part: T.int32 = items[w, PART]
+            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(items[w, POS], end, window, lookahead)[0] + 1)
+            keys: T.int32 = visible_bounds(items[w, POS], end, window, lookahead)[1] + 1 - first
+            table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+            column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]]) + T.Cast("int64", first)
+            warp: T.int32 = tx // 32
+            lane: T.int32 = tx % 32
+            tiles: T.int32 = (T.max(keys, 0) + (TILE - 1)) // TILE
+            mine: T.int32 = (tiles - warp + (NW - 1)) // NW
             # A call whose logits are not a positive multiple of the products has them transformed first.
-            plain: T.let[T.bool] = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
-            factor: T.let[T.float32] = T.Select(plain, scale_log2, T.float32(1))
+            plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
+            factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
             Q = T.alloc_local([D // 4], "uint32")
             S = T.alloc_local([8], "float32")
             O = T.alloc_local([Dv // 2], "float32")
@@ -260,13 +249,13 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             def gather(n):
                 if n < mine:
                     for i in T.unroll(TILE * KC // 32):
-                        row: T.let[T.int32] = (i * 32 + lane) // KC
+                        row: T.int32 = (i * 32 + lane) // KC
                         copy16(
                             ring.ptr_to([(warp * NST + n % NST) * STAGE + place(row, (i * 32 + lane) % KC, D)]),
                             k_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % KC) * 8]),
                         )
                     for i in T.unroll(TILE * VC // 32):
-                        row: T.let[T.int32] = (i * 32 + lane) // VC
+                        row: T.int32 = (i * 32 + lane) // VC
                         copy16(
                             ring.ptr_to(
                                 [(warp * NST + n % NST) * STAGE + TILE * KROW + place(row, (i * 32 + lane) % VC, Dv)]
@@ -285,7 +274,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 gather(n + (NST - 1))
                 T.ptx.cp.async_.wait_group(NST - 1)
                 T.cuda.warp_sync()
-                tile: T.let[T.int32] = (warp * NST + n % NST) * STAGE
+                tile: T.int32 = (warp * NST + n % NST) * STAGE
                 for i in T.unroll(8):
                     S[i] = T.float32(0)
                 for kk in T.unroll(D // 16):
@@ -308,7 +297,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     for nb in T.unroll(2):
                         for e in T.unroll(2 * HALVES):
                             S[nb * 4 + e] = score(S[nb * 4 + e], scale_log2, cap_log2, scale_over_cap, tanh)
-                offset: T.let[T.int32] = (n * NW + warp) * TILE + (lane % 4) * 2
+                offset: T.int32 = (n * NW + warp) * TILE + (lane % 4) * 2
                 if (n * NW + warp) * TILE + TILE > keys:
                     for nb in T.unroll(2):
                         for e in T.unroll(2 * HALVES):
@@ -404,8 +393,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 T.cuda.cta_sync()
                 for i in T.serial((G * Dv // 2 + THREADS - 1) // THREADS):
                     if i * THREADS + tx < G * Dv // 2:
-                        row: T.let[T.int32] = (i * THREADS + tx) // (Dv // 2)
-                        e: T.let[T.int32] = (i * THREADS + tx) % (Dv // 2) * 2
+                        row: T.int32 = (i * THREADS + tx) // (Dv // 2)
+                        e: T.int32 = (i * THREADS + tx) % (Dv // 2) * 2
                         top[0] = T.float32(NEG)
                         for x in T.unroll(NW):
                             top[0] = T.max(top[0], sums[x, row, 0])

@@ -21,6 +21,7 @@ from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
+    address,
     copy16,
     copy_row16,
     exp2,
@@ -30,6 +31,7 @@ from tilewright.schedules.intrinsics.cuda import (
     shuffle,
     store_two,
     store_word,
+    strided,
     tanh,
 )
 from tilewright.schedules.paged_attention.definition import (
@@ -114,6 +116,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     SHARE = BN // 4  # rows of a tile that a producer warp copies
     HOLD = -(-SHARE // 32)
     KI, VI = SHARE * KC // 32, SHARE * VC // 32  # chunks a producer thread copies
+    # A producer warp takes TURN rows of every 4 * TURN. Where that is what a pass of the warp copies, rows of a lane are
+    # a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
+    TURN = 32 // KC if KC == VC and 32 % KC == 0 else SHARE
     mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
     mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
     NEG = float("-inf")
@@ -178,15 +183,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             dtype,
             strides=(q0, q1, 1),
             align=16,
-            layout=T.TileLayout(T.S[(tokens, heads * G, D) : (q0, q1, 1)]),
+            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
         )
         k_buffer = T.match_buffer(
-            k_,
-            (slots, heads, D),
-            dtype,
-            strides=(k0, k1, 1),
-            align=16,
-            layout=T.TileLayout(T.S[(slots, heads, D) : (k0, k1, 1)]),
+            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
         )
         v_buffer = T.match_buffer(
             v_,
@@ -194,7 +194,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             dtype,
             strides=(v0, v1, 1),
             align=16,
-            layout=T.TileLayout(T.S[(slots, heads, Dv) : (v0, v1, 1)]),
+            layout=strided((slots, heads, Dv), (v0, v1, 1)),
         )
         k_new = T.match_buffer(
             k_new_,
@@ -202,7 +202,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             dtype,
             strides=(kn0, kn1, 1),
             align=16,
-            layout=T.TileLayout(T.S[(fresh, heads, D) : (kn0, kn1, 1)]),
+            layout=strided((fresh, heads, D), (kn0, kn1, 1)),
         )
         v_new = T.match_buffer(
             v_new_,
@@ -210,7 +210,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             dtype,
             strides=(vn0, vn1, 1),
             align=16,
-            layout=T.TileLayout(T.S[(fresh, heads, Dv) : (vn0, vn1, 1)]),
+            layout=strided((fresh, heads, Dv), (vn0, vn1, 1)),
         )
         req_to_token = T.match_buffer(
             req_to_token_,
@@ -218,18 +218,13 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             "int32",
             strides=(t0, t1),
             align=4,
-            layout=T.TileLayout(T.S[(table_rows, table_columns) : (t0, t1)]),
+            layout=strided((table_rows, table_columns), (t0, t1)),
         )
         req_pool_indices = T.match_buffer(
-            req_pool_indices_,
-            (requests,),
-            "int32",
-            strides=(i0,),
-            align=4,
-            layout=T.TileLayout(T.S[(requests,) : (i0,)]),
+            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
         )
         kv_start = T.match_buffer(
-            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=T.TileLayout(T.S[(requests,) : (s0,)])
+            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
         )
         items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
         sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
@@ -239,7 +234,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             dtype,
             strides=(o0, o1, 1),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, heads * G, Dv) : (o0, o1, 1)]),
+            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
         )
         lse = T.match_buffer(
             lse_,
@@ -247,7 +242,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             "float32",
             strides=(l0, l1),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, heads * G) : (l0, l1)]),
+            layout=strided((tokens, heads * G), (l0, l1)),
         )
         part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
         part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
@@ -259,22 +254,33 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         k_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
         v_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
         v_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
+        # Address and stride of the pool's keys, of its values, of the new keys, of the new values, in bytes. They are
+        # looked up for every tile: held in registers they would not leave the producer enough of them.
+        sources = T.alloc_buffer((8,), "int64", scope="shared", align=16)
         if items[w, Q_LEN] > 0:
-            q_row: T.let[T.int32] = items[w, Q_ROW]
-            q_len: T.let[T.int32] = items[w, Q_LEN]
-            part: T.let[T.int32] = items[w, PART]
-            pos: T.let[T.int32] = items[w, POS]
-            end: T.let[T.int32] = items[w, KV_BEGIN] + items[w, KV_LEN]
-            first: T.let[T.int32] = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
-            last: T.let[T.int32] = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
+            q_row: T.int32 = items[w, Q_ROW]
+            q_len: T.int32 = items[w, Q_LEN]
+            part: T.int32 = items[w, PART]
+            pos: T.int32 = items[w, POS]
+            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
+            last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
             # A tile that lies in (all_lo, all_hi] is seen whole by every row.
-            all_lo: T.let[T.int32] = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
-            all_hi: T.let[T.int32] = visible_bounds(pos, end, window, lookahead)[1]
+            all_lo: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
+            all_hi: T.int32 = visible_bounds(pos, end, window, lookahead)[1]
             # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
-            split: T.let[T.int32] = T.max(first, T.min(items[w, PREFIX], last + 1))
-            old_tiles: T.let[T.int32] = (split - first + (BN - 1)) // BN
-            tiles: T.let[T.int32] = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
+            split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
+            old_tiles: T.int32 = (split - first + (BN - 1)) // BN
+            tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
             if tx == 0:
+                sources[0] = address(k_buffer.ptr_to([0, hk, 0]))
+                sources[1] = k0 * 2
+                sources[2] = address(v_buffer.ptr_to([0, hk, 0]))
+                sources[3] = v0 * 2
+                sources[4] = address(k_new.ptr_to([0, hk, 0]))
+                sources[5] = kn0 * 2
+                sources[6] = address(v_new.ptr_to([0, hk, 0]))
+                sources[7] = vn0 * 2
                 for i in T.unroll(NST):
                     T.ptx.mbarrier.init.shared.b64(k_full.ptr_to([i]), T.uint32(128))
                     T.ptx.mbarrier.init.shared.b64(k_empty.ptr_to([i]), T.uint32(4 * NC))
@@ -284,26 +290,28 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             T.cuda.cta_sync()
             if tx < 128:
                 T.ptx["setmaxnreg.dec.sync.aligned.u32"](FEW)
-                table_row: T.let[T.int64] = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-                column: T.let[T.int64] = T.Cast("int64", kv_start[items[w, REQUEST]])
-                new_row: T.let[T.int32] = items[w, NEW_ROW]
-                part_row: T.let[T.int32] = (tx // 32) * SHARE  # the first of the tile's rows that this warp copies
+                table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+                column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
+                new_row: T.int32 = items[w, NEW_ROW]
+                lane: T.int32 = tx % 32
+                warp: T.int32 = tx // 32
+                home: T.int32 = warp * TURN + lane // KC  # the lane's row in its first pass
                 rows = T.alloc_local([HOLD], "int32")
                 later = T.alloc_local([HOLD], "int32")
+                start: T.int64
+                stride: T.int64
 
                 @T.inline
                 def look_up(j):
-                    # Each lane holds the row in the tensors of other keys of the warp's share.
-                    if j < old_tiles:
-                        for i in T.unroll(HOLD):
+                    # Each lane holds the row in the tensors of other keys of the warp.
+                    for i in T.unroll(HOLD):
+                        n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
+                        if j < old_tiles:
                             later[i] = req_to_token[
-                                table_row,
-                                column
-                                + T.Cast("int64", T.min(first + j * BN + part_row + i * 32 + tx % 32, split - 1)),
+                                table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
                             ]
-                    else:
-                        for i in T.unroll(HOLD):
-                            later[i] = T.min(split + (j - old_tiles) * BN + part_row + i * 32 + tx % 32, last) + new_row
+                        else:
+                            later[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
 
                 if tiles > 0:
                     look_up(0)
@@ -311,44 +319,62 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     for i in T.unroll(HOLD):
                         rows[i] = later[i]
                     T.cuda.mbarrier_wait(k_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
+                    start = sources[T.Select(j < old_tiles, 0, 4)]
+                    stride = sources[T.Select(j < old_tiles, 1, 5)]
                     for i in T.unroll(KI):
-                        r: T.let[T.int32] = (i * 32 + tx % 32) // KC
-                        c: T.let[T.int32] = (i * 32 + tx % 32) % KC
-                        copy_row16(
-                            smem.ptr_to([KO + (j % NST) * (BN * KD) + place(part_row + r, c, BN)]),
-                            j < old_tiles,
-                            k_buffer.ptr_to([0, hk, c * 8]),
-                            k0 * 2,
-                            k_new.ptr_to([0, hk, c * 8]),
-                            kn0 * 2,
-                            shuffle(rows[i * 32 // KC // 32], r % 32),
-                        )
+                        if TURN < SHARE:
+                            copy_row16(
+                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(i * (4 * TURN) + home, lane % KC, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // KC),
+                                lane % KC * 16,
+                            )
+                        else:
+                            n: T.int32 = (i * 32 + lane) // KC
+                            c: T.int32 = (i * 32 + lane) % KC
+                            copy_row16(
+                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(warp * SHARE + n, c, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * 32 // KC // 32], n % 32),
+                                c * 16,
+                            )
                     T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([j % NST]))
                     if j + 1 < tiles:
                         look_up(j + 1)
                     T.cuda.mbarrier_wait(v_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
+                    start = sources[T.Select(j < old_tiles, 2, 6)]
+                    stride = sources[T.Select(j < old_tiles, 3, 7)]
                     for i in T.unroll(VI):
-                        r: T.let[T.int32] = (i * 32 + tx % 32) // VC
-                        c: T.let[T.int32] = (i * 32 + tx % 32) % VC
-                        copy_row16(
-                            smem.ptr_to([VO + (j % NST) * (BN * VD) + place(part_row + r, c, BN)]),
-                            j < old_tiles,
-                            v_buffer.ptr_to([0, hk, c * 8]),
-                            v0 * 2,
-                            v_new.ptr_to([0, hk, c * 8]),
-                            vn0 * 2,
-                            shuffle(rows[i * 32 // VC // 32], r % 32),
-                        )
+                        if TURN < SHARE:
+                            copy_row16(
+                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(i * (4 * TURN) + home, lane % VC, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // VC),
+                                lane % VC * 16,
+                            )
+                        else:
+                            n: T.int32 = (i * 32 + lane) // VC
+                            c: T.int32 = (i * 32 + lane) % VC
+                            copy_row16(
+                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(warp * SHARE + n, c, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * 32 // VC // 32], n % 32),
+                                c * 16,
+                            )
                     T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([j % NST]))
                 T.ptx.cp.async_.wait_group(0)
             else:
                 T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
-                tid: T.let[T.int32] = tx % 128
-                cw: T.let[T.int32] = tx // 128 - 1
-                lane: T.let[T.int32] = tx % 32
+                tid: T.int32 = tx % 128
+                cw: T.int32 = tx // 128 - 1
+                lane: T.int32 = tx % 32
                 for i in T.unroll(ROWS * KC // 128):
-                    r: T.let[T.int32] = cw * ROWS + (i * 128 + tid) // KC
-                    c: T.let[T.int32] = (i * 128 + tid) % KC
+                    r: T.int32 = cw * ROWS + (i * 128 + tid) // KC
+                    c: T.int32 = (i * 128 + tid) % KC
                     copy16(
                         smem.ptr_to([place(r, c, BM)]),
                         q.ptr_to([q_row + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
@@ -356,8 +382,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 T.ptx.cp.async_.wait_all()
                 T.ptx.fence.proxy.async_.shared__cta()
                 T.ptx.bar.sync(T.Cast("uint32", 1 + cw), T.uint32(128))
-                plain: T.let[T.bool] = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
-                factor: T.let[T.float32] = T.Select(plain, scale_log2, T.float32(1))
+                plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
+                factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
                 S = T.alloc_local([NS], "float32")
                 O = T.alloc_local([NO], "float32")
                 P = T.alloc_local([BN // 4], "uint32")
@@ -377,13 +403,13 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     l[i] = T.float32(0)
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
-                row0: T.let[T.int32] = cw * ROWS + (tid // 32) * 16 + lane // 4
-                pos0: T.let[T.int32] = pos + T.min(row0 // G, q_len - 1)
-                pos1: T.let[T.int32] = pos + T.min((row0 + 8) // G, q_len - 1)
-                lo0: T.let[T.int32] = visible_bounds(pos0, end, window, lookahead)[0]
-                hi0: T.let[T.int32] = visible_bounds(pos0, end, window, lookahead)[1]
-                lo1: T.let[T.int32] = visible_bounds(pos1, end, window, lookahead)[0]
-                hi1: T.let[T.int32] = visible_bounds(pos1, end, window, lookahead)[1]
+                row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
+                pos0: T.int32 = pos + T.min(row0 // G, q_len - 1)
+                pos1: T.int32 = pos + T.min((row0 + 8) // G, q_len - 1)
+                lo0: T.int32 = visible_bounds(pos0, end, window, lookahead)[0]
+                hi0: T.int32 = visible_bounds(pos0, end, window, lookahead)[1]
+                lo1: T.int32 = visible_bounds(pos1, end, window, lookahead)[0]
+                hi1: T.int32 = visible_bounds(pos1, end, window, lookahead)[1]
 
                 @T.inline
                 def gemm_s(j):
@@ -422,12 +448,12 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     if T.Not(plain):
                         for i in T.unroll(NS):
                             S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
-                    begin: T.let[T.int32] = T.Select(j < old_tiles, first + j * BN, split + (j - old_tiles) * BN)
-                    final: T.let[T.int32] = T.Select(j < old_tiles, split - 1, last)
+                    begin: T.int32 = T.Select(j < old_tiles, first + j * BN, split + (j - old_tiles) * BN)
+                    final: T.int32 = T.Select(j < old_tiles, split - 1, last)
                     if T.Or(begin + (BN - 1) > T.min(all_hi, final), begin <= all_lo):
                         for i in T.unroll(NS // 4):
                             for e in T.unroll(2):
-                                key: T.let[T.int32] = begin + i * 8 + (lane % 4) * 2 + e
+                                key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
                                 S[i * 4 + e] = masked(S[i * 4 + e], key, lo0, T.min(hi0, final))
                                 S[i * 4 + 2 + e] = masked(S[i * 4 + 2 + e], key, lo1, T.min(hi1, final))
                     for h in T.unroll(2):
@@ -493,7 +519,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.wgmma.wait_group.sync.aligned(0)
                 for h in T.unroll(2):
                     l[h] = quad_sum(l[h])
-                    r: T.let[T.int32] = row0 + h * 8
+                    r: T.int32 = row0 + h * 8
                     if r < q_len * G:
                         keep[0] = normaliser(
                             m[h] * factor,

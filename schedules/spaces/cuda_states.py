@@ -14,6 +14,7 @@ from tilewright.schedules.intrinsics.cuda import (
     exp2,
     log2,
     store_word,
+    strided,
     warp_max,
     warp_sum,
 )
@@ -61,10 +62,10 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
             dtype,
             strides=(o0, o1, T.int64(1)),
             align=4,
-            layout=T.TileLayout(T.S[(tokens, H, Dv) : (o0, o1, T.int64(1))]),
+            layout=strided((tokens, H, Dv), (o0, o1, T.int64(1))),
         )
         lse = T.match_buffer(
-            lse_, (tokens, H), "float32", strides=(l0, l1), align=4, layout=T.TileLayout(T.S[(tokens, H) : (l0, l1)])
+            lse_, (tokens, H), "float32", strides=(l0, l1), align=4, layout=strided((tokens, H), (l0, l1))
         )
         T.device_entry()
         h, r = T.cta_id([T.Cast("int32", H), T.Cast("int32", R)])
@@ -73,11 +74,11 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         tops = T.alloc_buffer((NW,), "float32", scope="shared", align=16)
         sums = T.alloc_buffer((NW,), "float32", scope="shared", align=16)
         values = T.alloc_buffer((NW, MOST_HEAD_DIM), "float32", scope="shared", align=16)
-        warp: T.let[T.int32] = tx // 32
-        lane: T.let[T.int32] = tx % 32
+        warp: T.int32 = tx // 32
+        lane: T.int32 = tx % 32
         if hopper:
             await_previous()
-        count: T.let[T.int32] = rows[r, COUNT]
+        count: T.int32 = rows[r, COUNT]
         if count > 0:
             O = T.alloc_local([4 * GROUPS], "float32")
             m = T.alloc_local([1], "float32")  # of all states so far, the same in every thread
@@ -180,7 +181,7 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
             dtype,
             strides=(x0, x1, T.int64(1)),
             align=16,
-            layout=T.TileLayout(T.S[(tokens, H, D) : (x0, x1, T.int64(1))]),
+            layout=strided((tokens, H, D), (x0, x1, T.int64(1))),
         )
         buffer = T.match_buffer(
             buffer_,
@@ -188,24 +189,26 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
             dtype,
             strides=(b0, b1, T.int64(1)),
             align=16,
-            layout=T.TileLayout(T.S[(slots, H, D) : (b0, b1, T.int64(1))]),
+            layout=strided((slots, H, D), (b0, b1, T.int64(1))),
         )
-        loc = T.match_buffer(
-            loc_, (tokens,), "int32", strides=(l0,), align=4, layout=T.TileLayout(T.S[(tokens,) : (l0,)])
-        )
+        loc = T.match_buffer(loc_, (tokens,), "int32", strides=(l0,), align=4, layout=strided((tokens,), (l0,)))
         T.device_entry()
         t = T.cta_id([T.Cast("int32", tokens)])
         tx = T.thread_id([THREADS])
-        chunks: T.let[T.int32] = T.Cast("int32", D // 8)
-        slot: T.let[T.int32] = loc[t]
+        chunks: T.int32 = T.Cast("int32", D // 8)
+        slot: T.int32 = loc[t]
         if slot >= 0:
             for i in T.serial((T.Cast("int32", H) * chunks + (THREADS - 1)) // THREADS):
                 if i * THREADS + tx < T.Cast("int32", H) * chunks:
                     copy_vector(
                         buffer.ptr_to(
-                            [T.Cast("int64", slot), (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]
+                            [
+                                T.Cast("int64", slot),
+                                T.truncdiv(i * THREADS + tx, chunks),
+                                T.truncmod(i * THREADS + tx, chunks) * 8,
+                            ]
                         ),
-                        x.ptr_to([t, (i * THREADS + tx) // chunks, (i * THREADS + tx) % chunks * 8]),
+                        x.ptr_to([t, T.truncdiv(i * THREADS + tx, chunks), T.truncmod(i * THREADS + tx, chunks) * 8]),
                     )
 
     return write_kv

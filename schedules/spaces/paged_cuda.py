@@ -57,7 +57,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
         "min_split": (128, 256, 512),
-        "max_split": (0, 1024, 2048, 4096),
+        "max_split": (0, 2048, 4096, 8192),
     }
 
     def legal(n: Decisions) -> bool:
@@ -67,7 +67,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
 
     return Space(
         choices=choices,
-        default={"warps": 1, "stages": 2, "min_split": 256, "max_split": 2048},
+        default={"warps": 2, "stages": 2, "min_split": 256, "max_split": 0},
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
