@@ -22,7 +22,8 @@ class PlannedCall:
         q, req_pool_indices, seq_lens, out: of the checked call.
         work: the plan's list for it.
         attend, merge: the kernels.
-        table, kv_start, sinks, lse: arguments of theirs, as they take them. rest: those of `attend` after the workspaces.
+        table, kv_start, sinks, lse: arguments of theirs, as they take them.
+        rest: those of `attend` after the workspaces.
     """
 
     __slots__ = ("_attend", "_device", "_held", "_kv_start", "_lens", "_lse", "_merge", "_on_gpu", "_out", "_pools", "_q",
