@@ -26,8 +26,10 @@ class PlannedCall:
         rest: those of `attend` after the workspaces.
     """
 
-    __slots__ = ("_attend", "_device", "_held", "_kv_start", "_lens", "_lse", "_merge", "_on_gpu", "_out", "_pools", "_q",
-                 "_rest", "_rows", "_sinks", "_table", "_work")  # fmt: skip
+    __slots__ = (
+        *("_attend", "_device", "_held", "_kv_start", "_lens", "_lse", "_merge", "_on_gpu"),
+        *("_out", "_pools", "_q", "_rest", "_rows", "_sinks", "_table", "_work"),
+    )
 
     def __init__(
         self,
