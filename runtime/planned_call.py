@@ -85,8 +85,8 @@ class PlannedCall:
             return
         k_buffer, v_buffer, _ = self._held
         self._attend(
-            q, k_buffer, v_buffer, self._table, rows, self._kv_start, work.items, self._sinks, out, self._lse, work.part_o,
-            work.part_lse, *self._rest,
+            q, k_buffer, v_buffer, self._table, rows, self._kv_start, work.items, self._sinks, out, self._lse,
+            work.part_o, work.part_lse, *self._rest,
         )  # fmt: skip
         if work.rows is not None:
             self._merge(work.part_o, work.part_lse, work.rows, self._sinks, out, self._lse)
