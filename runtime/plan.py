@@ -76,7 +76,11 @@ class PlanBuffers:
         head_dim_vo: int,
         device: torch.device | str,
     ) -> PlanBuffers:
-        """Allocate for any decode batch on a GPU of at most so many requests with so many keys in all."""
+        """Allocate for any decode batch on a GPU of at most so many requests.
+
+        `tokens`: keys of all of them together; with more, `batch_invariant` plans are refused, and others leave out the
+        splits that a module's `max_split` asks for.
+        """
         processors = gpu_work.multiprocessors(torch.empty(0, device=device).device)
         # Besides one a request: pieces that keep all blocks busy, and those of a largest size or at fixed positions.
         pieces = -(-FINE * processors * _MOST_CTAS // num_kv_heads) + tokens // _SMALLEST_BOUND
@@ -300,14 +304,10 @@ class Plan:
         tiling, window, from_pool = key
         workers = self._processors * tiling.ctas
         if workers and self.phase == "decode":
-            return DecodeWork(
-                lengths.kv_lens,
-                tiling,
-                window=window,
-                num_kv_heads=self.num_kv_heads,
-                workers=workers,
-                batch_invariant=self.batch_invariant,
-            )
+            work = self._decode_work(lengths, tiling, window, workers)
+            if self._given is not None and tiling.max_split and not self._fits(work):
+                work = self._decode_work(lengths, tiling._replace(max_split=0), window, workers)
+            return work
         return make_work(
             lengths,
             tiling,
@@ -320,10 +320,25 @@ class Plan:
             gpu=workers > 0,
         )
 
-    def _check_capacity(self, work: WorkList | DecodeWork) -> None:
+    def _decode_work(self, lengths: Lengths, tiling: Tiling, window: int, workers: int) -> DecodeWork:
+        return DecodeWork(
+            lengths.kv_lens,
+            tiling,
+            window=window,
+            num_kv_heads=self.num_kv_heads,
+            workers=workers,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _fits(self, work: WorkList | DecodeWork) -> bool:
         assert self._given is not None
         needed = (len(work.items), len(work.rows), work.partials)
-        if any(need > have for need, have in zip(needed, self._given.capacity, strict=True)):
+        return all(need <= have for need, have in zip(needed, self._given.capacity, strict=True))
+
+    def _check_capacity(self, work: WorkList | DecodeWork) -> None:
+        assert self._given is not None
+        if not self._fits(work):
+            needed = (len(work.items), len(work.rows), work.partials)
             raise ValueError(
                 f"buffers: too small for this batch: (items, rows, partials) got {self._given.capacity}, "
                 f"needed {needed}"
