@@ -69,13 +69,12 @@ def run(
     decode = extend_seq_lens is None
     simple = decode and sinks is None and write is None and kv_start is None and kv_lens is None and lse is None
     given: tuple[Any, ...] | None = None
-    if simple and out is not None and not return_lse and isinstance(plan, Plan) and plan.on_gpu:
+    if simple and not return_lse and isinstance(plan, Plan) and plan.on_gpu:
         given = (k_buffer, v_buffer, req_to_token)
         options = (sm_scale, logit_cap, window, page_size, batch_invariant)
         known = plan.calls.get((*map(id, given), *options))
         if known is not None and known.fits(q, req_pool_indices, seq_lens, out):
-            known.run(q, plan.narrowed(req_pool_indices), out)
-            return out
+            return known.run(q, plan.narrowed(req_pool_indices), out)
 
     # -- shapes, dtypes, devices
     dtype = dtype_name(q)

@@ -56,10 +56,11 @@ class PlannedCall:
         self._work, self._attend, self._merge = work, attend, merge
         self._table, self._kv_start, self._sinks, self._lse, self._rest = table, kv_start, sinks, lse, rest
 
-    def fits(self, q: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, out: Tensor) -> bool:
+    def fits(self, q: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, out: Tensor | None) -> bool:
         """Whether a call with these, the same pools, table and options would pass the same checks."""
         device = self._device
-        for tensor, shape, stride, dtype in ((q, *self._q), (out, *self._out)):
+        written = () if out is None else ((out, *self._out),)
+        for tensor, shape, stride, dtype in ((q, *self._q), *written):
             if (
                 tensor.shape != shape
                 or tensor.stride() != stride
@@ -78,11 +79,13 @@ class PlannedCall:
                 return False
         return True
 
-    def run(self, q: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Launch it; `rows` are the request rows as the kernel takes them."""
+    def run(self, q: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
+        """Launch it into `out`, None = a new tensor; `rows` are the request rows as the kernel takes them."""
         work = self._work
+        if out is None:
+            out = q.new_empty(self._out[0])
         if not work.num_items:
-            return
+            return out
         k_buffer, v_buffer, _ = self._held
         self._attend(
             q, k_buffer, v_buffer, self._table, rows, self._kv_start, work.items, self._sinks, out, self._lse,
@@ -90,3 +93,4 @@ class PlannedCall:
         )  # fmt: skip
         if work.rows is not None:
             self._merge(work.part_o, work.part_lse, work.rows, self._sinks, out, self._lse)
+        return out

@@ -26,11 +26,11 @@ def checks(use_model, monkeypatch):
     return seen
 
 
-def call(batch, plan, **options):
-    out = batch.out()
+def call(batch, plan, *, new=False, **options):
+    out = None if new else batch.out()
     returned = decode_attention(*batch.decode_arguments(), plan=plan, out=out, **options)
-    assert returned is out
-    return out
+    assert new or returned is out
+    return returned
 
 
 def test_other_queries_of_the_same_pools_are_not_checked_again(checks):
@@ -43,7 +43,9 @@ def test_other_queries_of_the_same_pools_are_not_checked_again(checks):
         for seed in range(2):
             batch.q = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(seed))
             batch.req_pool_indices = batch.req_pool_indices.clone()
-            assert_close(call(batch, plan), batch.expected(decode=True)[0], PAGED[torch.float32])
+            for new in (False, True):
+                out = call(batch, plan, new=new)
+                assert_close(out, batch.expected(decode=True)[0], PAGED[torch.float32])
     assert checks == ["q"]
 
 
