@@ -52,7 +52,7 @@ class GpuWork:
 
     __slots__ = (
         *("_events", "_fixed", "_next", "_slots", "_used", "_work"),
-        *("buffers", "items", "num_items", "part_lse", "part_o", "rows"),
+        *("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks"),
     )
 
     def __init__(self, buffers: Any, fixed: bool) -> None:
@@ -60,7 +60,7 @@ class GpuWork:
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.items: Tensor = buffers.items[:0]
         self.rows: Tensor | None = None
-        self.num_items = 0
+        self.num_items, self.tasks = 0, 1
         self._slots: list[_Slot] = []
         self._next = 0
         self._events: list[torch.cuda.Event | None] = [None] * (_SLOTS // _GROUP)

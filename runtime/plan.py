@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tilewright.runtime import gpu_work
-from tilewright.runtime.arguments import kernel_window, narrow
+from tilewright.runtime.arguments import flag, integer, kernel_window, narrow
 from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.gpu_work import GpuWork, lengths_on_host
-from tilewright.runtime.planned_call import PlannedCall
 from tilewright.runtime.planner import (
     FINE,
     ITEM_COLUMNS,
@@ -100,20 +99,23 @@ class PlanBuffers:
 
 
 class DeviceWork:
-    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run."""
+    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run.
 
-    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows")
+    tasks: as of WorkList.
+    """
+
+    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks")
 
     def __init__(self, buffers: PlanBuffers) -> None:
         self.buffers = buffers
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.items = buffers.items[:0]
         self.rows: Tensor | None = None
-        self.num_items = 0
+        self.num_items, self.tasks = 0, 1
 
     def fill(self, work: WorkList) -> None:
         """Copy `work` in; it must fit."""
-        self.num_items = len(work.items)
+        self.num_items, self.tasks = len(work.items), work.tasks
         self.items = self.buffers.items[: self.num_items]
         self.items.copy_(torch.from_numpy(work.items))
         self.rows = None
@@ -128,9 +130,19 @@ def host_lengths(name: str, values: Any, batch: int | None = None) -> np.ndarray
     Raises:
         TypeError, ValueError: naming `name`.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
+    if isinstance(values, Tensor):
+        if values.dtype is not torch.int32 and values.dtype is not torch.int64:
+            raise TypeError(f"{name}: got {values.dtype}, expected torch.int32 or torch.int64")
+        if values.is_meta or values.layout is not torch.strided:
+            raise TypeError(f"{name}: got a {values.layout} tensor on {values.device}, expected one that holds numbers")
+        array = values.cpu().numpy()
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            array = np.empty((0, 0))  # rows of different lengths
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
     if array.ndim != 1 or (batch is not None and len(array) != batch):
         raise ValueError(f"{name}: got shape {list(array.shape)}, expected [{'B' if batch is None else batch}]")
     array = array.astype(np.int64)
@@ -168,7 +180,7 @@ class Plan:
         prefixes: smallest and largest prefix, 0 counted in.
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
-        calls: checked calls of this batch, by pools, table and options (on a GPU).
+        calls: outcomes of the checks of calls with this plan, for the lengths that it holds (paged_call.py).
     """
 
     _handles = itertools.count()
@@ -189,6 +201,8 @@ class Plan:
         batch_invariant: bool,
         buffers: PlanBuffers | None,
     ) -> None:
+        num_qo_heads, num_kv_heads = integer("num_qo_heads", num_qo_heads), integer("num_kv_heads", num_kv_heads)
+        head_dim_qk, head_dim_vo = integer("head_dim_qk", head_dim_qk), integer("head_dim_vo", head_dim_vo)
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
@@ -200,24 +214,31 @@ class Plan:
         self.head_dim_qk, self.head_dim_vo = head_dim_qk, head_dim_vo
         self.dims = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         # Tensors say cuda:0 where a caller says cuda.
-        self.device = torch.empty(0, device=device).device
-        self.causal, self.window, self.batch_invariant = causal, window, batch_invariant
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"device: got {device!r}: {error}") from error
+        if self.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"device: got {self.device}, expected a CPU or CUDA device")
+        self.causal, self.window = flag("causal", causal), window
+        self.batch_invariant = flag("batch_invariant", batch_invariant)
         if buffers is not None:
             self._check_buffers(buffers)
         self._given = buffers
         self._processors = gpu_work.multiprocessors(self.device)
         self._work: dict[tuple[Tiling, int, bool], DeviceWork | GpuWork] = {}
         self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.on_gpu = self._processors > 0
-        self.calls: dict[tuple[Any, ...], PlannedCall] = {}
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
+        self.calls: list[tuple] = []
         self._scratch_lse = torch.empty((0, num_qo_heads), dtype=torch.float32, device=self.device)
         self._set_lengths(lengths)
         self.handle = next(self._handles)
         self.by_handle[self.handle] = self
 
     def _check_buffers(self, buffers: PlanBuffers) -> None:
+        if not isinstance(buffers, PlanBuffers):
+            raise TypeError(f"buffers: got {type(buffers).__name__}, expected PlanBuffers")
         expected = {
             "items": ((None, ITEM_COLUMNS), torch.int32),
             "rows": ((None, MERGE_COLUMNS), torch.int32),
@@ -240,7 +261,6 @@ class Plan:
     def _set_lengths(self, lengths: Lengths) -> None:
         self.lengths = lengths
         self.batch = len(lengths.kv_lens)
-        self.calls.clear()
         if len(self.zeros) != self.batch:
             self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)
         if self.phase == "decode":
@@ -250,6 +270,8 @@ class Plan:
         used = lengths.q_lens > 0
         self.tokens = int((lengths.q_starts + lengths.q_lens)[used].max(initial=0))
         self.covered = int(lengths.q_lens.sum())
+        if self.tokens > OFF:
+            raise ValueError(f"extend_seq_lens: got rows up to {self.tokens}, expected at most {OFF} in one call")
         prefix = (lengths.kv_lens - lengths.q_lens)[used]
         self.prefixes = (int(prefix.min(initial=0)), int(prefix.max(initial=0)))
 
@@ -287,6 +309,7 @@ class Plan:
                 self._check_capacity(work)
         self._set_lengths(lengths)
         self._narrowed.clear()
+        self.calls.clear()
         for key, work in remade.items():
             self._store(key, work)
 

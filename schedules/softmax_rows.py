@@ -153,11 +153,14 @@ class _Fold:
     def update(self) -> SBlock:
         """The values of a row: what they were by fold_old, and the chunk's O by fold_new."""
         values = self._states[2]
-        w, h, r, e, c = (axis.var for axis in self._axes)
+        w, h, r = self._row
         others = {self._m.name, self._l.name, *(state.name for state in self._states)}
-        chunk_values = next(r.source for r in self._block.reads if r.source.name not in others)
+        chunk_values, there = next(
+            (r.source, [bounds.min for bounds in r.region]) for r in self._block.reads if r.source.name not in others
+        )
+        # The schedule may have laid the columns out in another order.
+        here = [bounds.min for bounds in self._block.writes[2].region]
         old, new = (tirx.BufferLoad(f, [w, h, r]) for f in self.factors)
-        here, there = [w, h, r, e], [w, h, c, r, e]
         value = tirx.BufferLoad(values, here) * old + tirx.BufferLoad(chunk_values, there) * new
         reads = [_point(values, here), _point(chunk_values, there), *(_point(f, [w, h, r]) for f in self.factors)]
         return _with_body(self._block, tirx.BufferStore(values, value, here), [_point(values, here)], reads=reads)

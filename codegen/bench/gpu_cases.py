@@ -15,10 +15,10 @@ from torch import Tensor
 
 import tilewright
 from tilewright.codegen.bench import gpu_peers, gpu_protocol
-from tilewright.codegen.bench.cases import Setup
 from tilewright.codegen.bench.inputs import DTYPES, SEED
 from tilewright.codegen.bench.overhead import Cost
 from tilewright.codegen.bench.protocol import Call, Contest, Contestant
+from tilewright.codegen.bench.setups import Setup
 from tilewright.codegen.roofline import Limits
 from tilewright.codegen.tolerances import PAGED
 from tilewright.runtime.dispatch import kernel

@@ -203,7 +203,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{tile_keys}")
-    return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape)
+    return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape, lanes)
 
 
 def _shape(workload: Workload, decisions: Decisions) -> PagedShape:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from tilewright.runtime.errors import (
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
 
+_amx_permission = features.amx_permission
 WORKLOAD = Workload("paged_decode", "bf16", 4, 128, 128)
 AVX2, AMX = "x86-avx2", "x86-amx"
 
@@ -91,6 +93,23 @@ def test_the_best_usable_target_wins_wherever_it_is(tmp_path):
         assert store.find(WORKLOAD, root=tmp_path / "given").found.folder == far
 
 
+def test_a_refused_permission_means_the_next_target_and_one_warning(tmp_path, monkeypatch, caplog):
+    """Whatever else is looked for: a serving process says it once."""
+    monkeypatch.setattr(features, "cpu_features", lambda: frozenset(get_target(AMX).features))
+    monkeypatch.setattr(features, "_request_tiles", lambda: 95)
+    monkeypatch.setattr(features, "amx_permission", cache(_amx_permission.__wrapped__))
+    workloads = [WORKLOAD, Workload("paged_extend", "bf16", 4, 128, 128)]
+    for workload in workloads:
+        put(tmp_path, AMX, workload)
+        near = put(tmp_path, AVX2, workload)
+        for _ in range(2):
+            search = store.find(workload, root=tmp_path)
+            assert search.found.folder == near
+            assert "this process has no amx_bf16, amx_int8, amx_tile" in str(search.passed_over[0])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "refuses tile registers" in caplog.text
+
+
 def test_the_emulated_target_is_found_by_name_only(tmp_path):
     folder = put(tmp_path, "x86-amx-emulated")
     with features.emulated(*get_target(AMX).features):
@@ -137,6 +156,33 @@ def test_an_unusable_artifact_is_passed_over_with_its_reason(tmp_path, changes, 
     search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
     assert search.found.folder == good
     assert words in str(search.passed_over[0]) and str(bad) in str(search.passed_over[0])
+
+
+@pytest.mark.parametrize("break_it", [
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"\xff\x00"),
+    lambda path: path.write_text("[1]"),
+    lambda path: (path.unlink(), path.mkdir()),
+    lambda path: (path.unlink(), path.symlink_to(path.name)),
+], ids=["empty", "binary", "other JSON", "folder", "loop of links"])  # fmt: skip
+def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path, break_it):
+    bad, good = put(tmp_path / "given"), put(tmp_path / "cache" / "modules")
+    break_it(bad / "manifest.json")
+    search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
+    assert search.found.folder == good
+    assert isinstance(search.passed_over[0].problem, IntegrityError)
+    assert str(bad / "manifest.json") in str(search.passed_over[0])
+
+
+def test_what_should_work_and_does_not_is_told_once_with_its_reason(tmp_path, toy_root, monkeypatch, caplog):
+    """Casebook K04. A module for another machine is nothing to warn of."""
+    put(tmp_path, AVX2, toys.PARALLEL, definition_revision=0)
+    put(tmp_path, AMX, toys.PARALLEL)
+    monkeypatch.setenv("TILEWRIGHT_MODULE_PATH", f"{tmp_path}{os.pathsep}{toy_root}")
+    with caplog.at_level("WARNING", logger="tilewright"):
+        assert store.load(toys.PARALLEL) is store.load(toys.PARALLEL)
+    (record,) = caplog.records
+    assert str(tmp_path / AVX2) in record.getMessage() and "definition revision: expected" in record.getMessage()
 
 
 def test_an_apache_tvm_ffi_outside_the_range_is_told(tmp_path, monkeypatch):
