@@ -59,8 +59,8 @@ def compiler_version() -> str:
 
 
 @cache
-def _toolkit() -> Path:
-    """Folder of the toolkit's PyPI packages.
+def toolkit() -> Path:
+    """Folder of the toolkit's PyPI packages, with `include`, `lib` and `bin`.
 
     Raises:
         BuildError: one is missing.
@@ -72,6 +72,11 @@ def _toolkit() -> Path:
         if all((folder / name).exists() for name in needed) and _has_bindings():
             return folder
     raise BuildError(f"CUDA targets: expected the CUDA compiler of the cuda extra, it is not installed: {INSTALL}")
+
+
+def check_installed() -> None:
+    """Raises BuildError, with the command that installs it, where the compiler is missing."""
+    toolkit()
 
 
 def _has_bindings() -> bool:
@@ -95,7 +100,7 @@ def _load_runtime() -> None:
         ctypes.CDLL(_DRIVER, ctypes.RTLD_GLOBAL)
     except OSError:
         _load_stub_driver()
-    ctypes.CDLL(str(_toolkit() / "lib" / "libcudart.so.13"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(toolkit() / "lib" / "libcudart.so.13"), ctypes.RTLD_GLOBAL)
     library = next(path / "libtvm_runtime_cuda.so" for path in package_lib_paths() if path.is_dir())
     try:
         _LOADED_LIBS["tvm_runtime_cuda"] = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -120,13 +125,13 @@ def toolchain() -> Iterator[None]:
     Raises:
         BuildError: the cuda extra is not installed.
     """
-    toolkit = _toolkit()
+    packages = toolkit()
     _load_runtime()
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         root = Path(folder)
         (root / "targets" / "x86_64-linux").mkdir(parents=True)
         for link in (root / "include", root / "targets" / "x86_64-linux" / "include"):
-            link.symlink_to(toolkit / "include")
+            link.symlink_to(packages / "include")
         changed = {"CUDA_PATH": folder, **_NVCC_VARIABLES}
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
@@ -161,7 +166,7 @@ def kernels(cubin: Path) -> list[Kernel]:
 
 
 def _run_tool(name: str, *arguments: str) -> str:
-    tool = _toolkit() / "bin" / name
+    tool = toolkit() / "bin" / name
     if not tool.is_file():
         found = shutil.which(name)
         if found is None:

@@ -11,7 +11,7 @@ from tvm.tirx.layout import Layout, S, TileLayout
 
 
 def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, ...]) -> Layout:
-    """The layout of a parameter with these strides, in elements. (A buffer's `strides` are checked, but not used.)"""
+    """The layout of a parameter with these strides, in elements; a buffer's own `strides` are checked, but not used."""
     return TileLayout(S[shape:strides])
 
 
@@ -29,6 +29,13 @@ exp2 = _function(
     "tw_exp2", "float", "float x", 'float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;'
 )
 """2**x; 0 for -inf."""
+exp2_in_order = _function(
+    "tw_exp2_in_order",
+    "float",
+    "float x",
+    'float y; asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;',
+)
+"""exp2 that stays where it is written among waits: the compiler would move it behind the products it should hide in."""
 log2 = _function("tw_log2", "float", "float x", 'float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;')
 """Binary logarithm."""
 # tanh.approx is off by 5e-4, too much for a soft-cap of 50. Near 0 the quotient cancels.
@@ -73,6 +80,17 @@ warp_sum = _function(
 """Sum over a warp."""
 shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
 """Another lane's int32."""
+
+hold = _function("tw_hold", "void", "float* x", 'asm volatile("" : "+f"(*x) :: "memory");')
+"""Nothing that uses this register moves before this line: for accumulators behind the wait for their product."""
+
+finish_first = _function(
+    "tw_finish_first",
+    "void",
+    "float x",
+    'asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p exit; }" :: "f"(x) : "memory");',
+)
+"""What `x` >= 0 depends on is worked out before anything that follows: ends a block of code for the scheduler."""
 
 load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(const unsigned*)p;")
 """Two 16-bit numbers from an address that is a multiple of four."""

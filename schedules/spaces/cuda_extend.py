@@ -1,4 +1,5 @@
 # mypy: ignore-errors
+# ruff: noqa: F821, E501
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged extend on Hopper: one CTA a work item and KV head, warpgroup products (wgmma) over gathered tiles.
 
@@ -25,6 +26,9 @@ from tilewright.schedules.intrinsics.cuda import (
     copy16,
     copy_row16,
     exp2,
+    exp2_in_order,
+    finish_first,
+    hold,
     log2,
     quad_max,
     quad_sum,
@@ -468,7 +472,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         l[h] = l[h] * keep[h]
                         for i in T.unroll(NS // 4):
                             for e in T.unroll(2):
-                                S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
+                                S[i * 4 + h * 2 + e] = exp2_in_order(S[i * 4 + h * 2 + e] * factor - shift[h])
                                 l[h] = l[h] + S[i * 4 + h * 2 + e]
 
                 @T.inline
@@ -484,6 +488,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_s(0)
                     T.ptx.wgmma.wait_group.sync.aligned(0)
+                    for i in T.unroll(NS):
+                        hold(S.ptr_to([i]))
                     if lane == 0:
                         T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([0]))
                     softmax(0)
@@ -501,10 +507,16 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         if PP:
                             T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
+                        for i in T.unroll(NS):
+                            hold(S.ptr_to([i]))
                         if lane == 0:
                             T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([(j + 1) % NST]))
                         softmax(j + 1)
+                        for h in T.unroll(2):
+                            finish_first(l[h])
                         T.ptx.wgmma.wait_group.sync.aligned(0)
+                        for i in T.unroll(NO):
+                            hold(O.ptr_to([i]))
                         if lane == 0:
                             T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([j % NST]))
                         for i in T.unroll(NO // 4):
@@ -517,6 +529,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_o(tiles - 1)
                     T.ptx.wgmma.wait_group.sync.aligned(0)
+                    for i in T.unroll(NO):
+                        hold(O.ptr_to([i]))
                 for h in T.unroll(2):
                     l[h] = quad_sum(l[h])
                     r: T.int32 = row0 + h * 8

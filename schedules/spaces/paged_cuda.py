@@ -67,7 +67,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
 
     return Space(
         choices=choices,
-        default={"warps": 2, "stages": 2, "min_split": 256, "max_split": 0},
+        default={"warps": 2, "stages": 3, "min_split": 256, "max_split": 0},
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
