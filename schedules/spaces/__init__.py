@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import tvm
 
 Decisions = Mapping[str, int]
+# Attribute of a GPU function whose kernel may be launched before the kernel before it has ended: it waits by itself.
+PROGRAMMATIC = "tilewright.programmatic"
 
 FAMILIES = {
     "paged_decode": "paged",
