@@ -45,7 +45,7 @@ build: $(STAMP)
 test: build $(CUDA)
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)
+bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
 	$(RUN)/tilewright build --all $(if $(filter cuda-%,$(TARGET)),--target $(TARGET),$(TARGET:%=--target x86-avx2 --target %))
 	$(RUN)/tilewright bench $(TARGET:%=--target %) $(BENCH_ARGS)
 
