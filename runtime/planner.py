@@ -231,8 +231,8 @@ def make_work(
 
     # The range that the block's rows can see; where invariant, that the whole block could see on the past side.
     oldest = first_pos[request] + (nominal if batch_invariant else offset)
-    low = np.clip(oldest - window + 1, 0, kv_len)
-    high = np.maximum(np.clip(pos + q_len, 0, kv_len), low) if causal else kv_len
+    low = np.minimum(np.maximum(oldest - window + 1, 0), kv_len)
+    high = np.maximum(np.minimum(pos + q_len, kv_len), low) if causal else kv_len
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.

@@ -127,9 +127,9 @@ def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return prefetches(func, hint)
 
 
-def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr]) -> tirx.Stmt:
-    """Ask for the cache line of one element, into all levels."""
-    zero, locality, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr], level: int = 1) -> tirx.Stmt:
+    """Ask for the cache line of one element, into the cache of that level (1 or 2) and those behind it."""
+    zero, locality, data = (tirx.const(value, "int32") for value in (0, 4 - level, 1))
     address = tirx.address_of(tirx.BufferLoad(buffer, list(indices)))
     return tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, locality, data))
 
@@ -235,6 +235,29 @@ def _reads(value: tirx.Expr, buffer: Var) -> bool:
 
     tvm_ffi.structural_map(value, (TensorLoad, visit))
     return bool(found)
+
+
+def in_place(func: tirx.PrimFunc, source: str, target: str) -> tirx.PrimFunc:
+    """Let a stage overwrite what it reads: the buffer `target` becomes `source`.
+
+    Sound where each element of `target` is computed from the same element of `source` alone, which nothing reads
+    afterwards. Both are buffers of the function's own, of one shape and type.
+    """
+    buffers = {buffer.name: buffer for buffer in func.body.block.alloc_buffers}
+    kept, gone = buffers[source], buffers[target]
+    func = tvm_ffi.structural_map(func, (Var, lambda var: kept if var.same_as(gone) else var))
+    root = func.body.block
+    allocated = [kept, *(buffer for buffer in root.alloc_buffers if not buffer.same_as(kept))]
+    root = SBlock(
+        root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init,
+        allocated, root.match_buffers, root.annotations,
+    )  # fmt: skip
+    return tirx.PrimFunc(func.params, SBlockRealize([], True, root), func.ret_type, func.attrs)
+
+
+def substitute(expr: tirx.Expr, values: Mapping[Var, tirx.Expr]) -> tirx.Expr:
+    """The expression with variables replaced."""
+    return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
 
 
 def append_block(

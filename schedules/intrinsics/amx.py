@@ -194,8 +194,8 @@ def interleave_rows(columns: int) -> str:
 def transpose_to_bf16() -> str:
     """Register Out[j, t] = bf16(In[t, j]): the left operand of a product from f32 values that lie the other way.
 
-    In is f32 [32, 16], Out bf16 [16, 32]; row strides are free, rows are dense. Rounded to nearest even; NaN stays NaN
-    if its upper half has a fraction (all that arithmetic on bf16 values makes).
+    In is f32 [32, 16], Out bf16 [16, 32]; row strides are free, rows are dense. Rounded to nearest, halves away from
+    zero; NaN stays NaN if its upper half has a fraction that does not overflow (all that arithmetic makes).
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops t, j.
@@ -217,8 +217,7 @@ def transpose_to_bf16() -> str:
         target = _matrix("Out", (rows, keys), "bfloat16", [target_row, 1])
 
         def rounded(t: int) -> tirx.Expr:
-            bits = T.Bind(T.reinterpret("uint32x16", source[t, tirx.Ramp(0, 1, 16)]))
-            return bits + (bits >> _lanes(16) & _lanes(1)) + _lanes(0x7FFF)
+            return T.reinterpret("uint32x16", source[t, tirx.Ramp(0, 1, 16)]) + _lanes(0x8000)
 
         with T.sblock("root"):
             T.reads(source[0:keys, 0:rows])
