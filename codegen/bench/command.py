@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.schedules.targets import get_target
+from tilewright.schedules.targets import TARGETS
 
 if TYPE_CHECKING:
     from tilewright.codegen.bench.cases import Case, Roots
@@ -29,7 +29,8 @@ COSTS = "host"
 @click.command(name="bench", context_settings={"show_default": True})
 @click.option(
     "--target",
-    help="Rows for this target, on its modules: a server's workloads where it is beyond x86-avx2.  "
+    help="Rows for this target, on its modules: a server's workloads where it is beyond x86-avx2; a GPU's on the first "
+    "GPU there is.  "
     "[default: x86-avx2's rows on whatever modules a call takes here]",
 )
 @click.option(
@@ -76,10 +77,10 @@ def command(
     from tilewright.runtime import env
 
     if target is not None:
-        _expect_target(target)
-        if get_target(target).device == "cuda":
+        if target in TARGETS and TARGETS[target].device == "cuda":
             _bench_gpu(target, filters, rounds, seconds, json_file, as_markdown, only_list)
             return
+        _expect_target(target)
     chosen = [case for case in (cases.QUICK if quick else cases.of_target(target)) if _kept(case.name, filters)]
     with_costs = not quick and _kept(COSTS, filters)
     if only_list:

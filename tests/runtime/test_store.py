@@ -356,6 +356,10 @@ def test_a_missing_cuda_module_names_the_command_for_the_device(tmp_path):
     for capability, target in (((9, 0), SM90), ((8, 0), SM80)):
         with pytest.raises(MissingModuleError, match=f"tilewright build {WORKLOAD.name} --target {target}\nlooked at"):
             store.load(WORKLOAD, root=tmp_path, capability=capability)
+    with pytest.raises(
+        MissingModuleError, match=r"No target is for compute capability 10.0, expected .*cuda-sm90a \(sm_9"
+    ):
+        store.load(WORKLOAD, root=tmp_path, capability=(10, 0))
 
 
 def test_a_damaged_cubin_is_never_given_to_the_driver(tmp_path, monkeypatch):
