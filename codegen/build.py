@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tilewright
-from tilewright.runtime import launcher
+from tilewright.codegen.cuda_toolchain import compiler_version
+from tilewright.runtime import cuda_launcher, launcher
 from tilewright.runtime.errors import BuildError, Error
 from tilewright.runtime.manifest import (
     LAUNCHER,
@@ -33,9 +35,12 @@ from tilewright.runtime.manifest import (
     verify_file,
 )
 from tilewright.runtime.store import default_root
-from tilewright.schedules.spaces import Decisions, get_space, space_module
+from tilewright.schedules.spaces import PROGRAMMATIC, Decisions, get_space, space_module
 from tilewright.schedules.targets import Target, get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
+
+if TYPE_CHECKING:
+    import tvm
 
 _PACKAGE = Path(__file__).parent.parent
 LOGS = _PACKAGE / "tuning_logs"
@@ -146,8 +151,16 @@ def fingerprint(workload: Workload, target: Target, decisions: Mapping[str, int]
             "workload": workload.key,
             "target": asdict(target),
             "decisions": decisions,
-            "sources": [source_digest(space_module(workload, target)), source_digest(f"{__package__}.compile")],
-            "versions": [version("apache-tvm"), version("apache-tvm-ffi")],
+            "sources": [
+                source_digest(space_module(workload, target)),
+                source_digest(f"{__package__}.compile"),
+                *([source_digest(f"{__package__}.cuda_export")] if target.device == "cuda" else []),
+            ],
+            "versions": [
+                version("apache-tvm"),
+                version("apache-tvm-ffi"),
+                *([compiler_version()] if target.device == "cuda" else []),
+            ],
         }
     )
 
@@ -220,8 +233,12 @@ def _manifest(name: str, target: Target, staging: Path, **rest: object) -> Manif
     return Manifest(**fields | rest)  # type: ignore[arg-type]
 
 
+def _programmatic(function: tvm.tirx.PrimFunc) -> bool:
+    return bool(function.attrs is not None and PROGRAMMATIC in function.attrs and function.attrs[PROGRAMMATIC])
+
+
 def build_launcher(target: str, root: Path | None = None, *, force: bool = False) -> Path:
-    """Build the OpenMP launcher into the target's folder unless it is up to date; return the library's path.
+    """Build the launcher (for OpenMP or CUDA) into the target's folder unless it is up to date; the library's path.
 
     Raises:
         BuildError: the C compiler is missing or failed.
@@ -230,17 +247,18 @@ def build_launcher(target: str, root: Path | None = None, *, force: bool = False
 
     where = get_target(target)
     folder = (default_root() if root is None else Path(root)) / target / LAUNCHER
+    code = cuda_launcher.SOURCE if where.device == "cuda" else launcher.SOURCE
     mark = _digest(
         {
             "schema": SCHEMA,
             "revision": DEFINITION_REVISION,
-            "source": hashlib.sha256(launcher.SOURCE.read_bytes()).hexdigest(),
+            "source": hashlib.sha256(code.read_bytes()).hexdigest(),
             "compiler": source_digest(f"{__package__}.compile"),
         }
     )
     if force or not _up_to_date(folder, mark, launcher.LIBRARY_NAME):
         with _staging(folder) as staging:
-            compile_c(launcher.SOURCE, staging / launcher.LIBRARY_NAME)
+            compile_c(code, staging / launcher.LIBRARY_NAME)
             manifest = _manifest(
                 LAUNCHER, where, staging, tvm_version="", features=[], plan={}, origin="given", fingerprint=mark
             )
@@ -281,6 +299,7 @@ def build(
         return Built(workload, folder, False, origin)
 
     from tilewright.codegen.compile import compile_module, export
+    from tilewright.codegen.cuda_export import export_cuda
 
     space = get_space(workload, target)
     final = dict(space.default) if chosen is None else chosen
@@ -296,9 +315,14 @@ def build(
     except Exception as error:  # whatever TVM raises: its errors have no common base
         raise BuildError(f"{workload.name} for {target}: TVM cannot compile decisions {final}: {error}") from error
     with _staging(folder) as staging:
-        export(executable, staging / MODULE_NAME)
+        kernels = {}
+        if where.device == "cuda":
+            kernels = export_cuda(executable, staging, programmatic=_programmatic(module[workload.operator]))
+            (staging / "module.cu").write_text(executable.mod.imports[0].inspect_source())
+        else:
+            export(executable, staging / MODULE_NAME)
+            (staging / "module.s").write_text(executable.mod.inspect_source("asm"))
         (staging / "module.tir.py").write_text(module.script())
-        (staging / "module.s").write_text(executable.mod.inspect_source("asm"))
         record = {
             "workload": workload.name,
             "target": target,
@@ -316,6 +340,7 @@ def build(
             plan=space.plan(final),
             origin=origin,
             fingerprint=mark,
+            kernels=kernels,
         )
         _put_in_place(staging, folder, manifest, MODULE_NAME)
     return Built(workload, folder, True, origin)

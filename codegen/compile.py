@@ -34,10 +34,19 @@ def tvm_target(target: Target) -> tvm.target.Target:
 
 
 def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executable:
-    """Compile scheduled functions for a target with TVM's default pipeline for them."""
+    """Compile functions for a target: scheduled ones for a CPU, kernels written out in full for a GPU.
+
+    Raises:
+        BuildError: the target is a GPU and its compiler is not installed.
+    """
     import tvm
 
     where = tvm_target(target)
+    if target.device == "cuda":
+        from tilewright.codegen.cuda_toolchain import toolchain
+
+        with toolchain(), where:
+            return tvm.compile(module, target=where, tir_pipeline="tirx")
     _register_pipeline()
     with where:
         return tvm.compile(module, target=where, tir_pipeline=PIPELINE)
@@ -76,8 +85,12 @@ def export(executable: tvm.runtime.Executable, path: Path) -> None:
     check_symbols(path)
 
 
-def check_symbols(path: Path) -> None:
+def check_symbols(path: Path, served: frozenset[str] = PATCHED_SYMBOLS) -> None:
     """Refuse a library that would not load, or not run, in a process without TVM.
+
+    Args:
+        path: of the library.
+        served: the pointers that its launcher fills in.
 
     Raises:
         BuildError: it wants a foreign function (libm's, for one) or has a TVM pointer that the launcher does not serve.
@@ -95,18 +108,34 @@ def check_symbols(path: Path) -> None:
             f"{path}: undefined symbols: expected those of libtvm_ffi only, got {', '.join(foreign)}; "
             "write the function as a tensor expression (schedules/vector_math.py)"
         )
-    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in PATCHED_SYMBOLS)
+    unserved = sorted(name for name in defined if name.startswith("__TVM") and name not in served)
     if unserved:
         raise BuildError(f"{path}: needs {', '.join(unserved)}, which the launcher does not serve")
 
 
-def compile_c(source: Path, path: Path) -> None:
+def link(objects: Path, path: Path) -> None:
+    """Link one object file of the compiler into a shared library.
+
+    Raises:
+        BuildError: the linker is missing or failed; the message holds what it said.
+    """
+    _run(["cc", "-shared", "-fPIC", *LINK_OPTIONS, "-o", str(path), str(objects)])
+
+
+def compile_c(source: Path, path: Path, *, soname: str = "", exported: bool = False) -> None:
     """Compile one C file without dependencies into a shared library.
+
+    Args:
+        source: the C file.
+        path: the library to make.
+        soname: name under which other libraries ask for it.
+        exported: whether functions that do not say so are visible outside.
 
     Raises:
         BuildError: the compiler is missing or failed; the message holds what it said.
     """
-    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-o", str(path), str(source)])
+    options = [*(() if exported else ("-fvisibility=hidden",)), *((f"-Wl,-soname,{soname}",) if soname else ())]
+    _run(["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *options, "-Wall", "-o", str(path), str(source)])
 
 
 def _run(command: list[str]) -> str:

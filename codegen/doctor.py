@@ -37,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
 
 def examine() -> list[Check]:
     """Every check, in the order in which a failure explains the ones after it. Does not raise for what it finds."""
-    return [check for group in (_system, _cpu, _libraries, _threads, _modules) for check in group()]
+    return [check for group in (_system, _cpu, _gpus, _libraries, _threads, _modules) for check in group()]
 
 
 def _guarded(name: str, action: Callable[[], str]) -> Check:
@@ -56,7 +56,7 @@ def _system() -> list[Check]:
 def _cpu() -> list[Check]:
     checks = []
     usable = 0
-    for target in sorted((item for item in TARGETS.values() if item.packaged), key=lambda item: -item.rank):
+    for target in store.candidate_targets(device="cpu"):
         missing = features.missing_features(target.features)
         usable += not missing
         detail = f"cannot run here: no {', '.join(missing)}" if missing else "runs here"
@@ -71,6 +71,29 @@ def _cpu() -> list[Check]:
         checks.append(Check("AMX permission", "ok" if granted else "fail", detail))
     else:
         checks.append(Check("AMX permission", "note", "not asked for: the CPU has no tiles"))
+    return checks
+
+
+def _gpus() -> list[Check]:
+    """The GPUs that torch sees, what runs on them, and the modules that they would take."""
+    gpus = features.visible_gpus()
+    if not gpus:
+        return [Check("GPU", "note", "none that torch sees: CUDA targets cannot run here (they can be built)")]
+    checks = []
+    targets = store.candidate_targets(device="cuda")
+    for index, capability in enumerate(gpus):
+        name = f"cuda:{index}, compute capability {capability[0]}.{capability[1]}"
+        usable = [item.name for item in targets if not features.missing_features(item.features, capability)]
+        detail = f"runs {', '.join(usable)}" if usable else "no target is for it"
+        checks.append(Check(name, "ok" if usable else "note", detail))
+    for capability in dict.fromkeys(gpus):
+        target = store.buildable_target(capability=capability)
+        workloads = all_workloads(target)
+        missing = [item.name for item in workloads if store.find(item, capability=capability).found is None]
+        detail = f"{len(workloads) - len(missing)} of {len(workloads)}: {target}"
+        if missing:
+            detail += f"; {len(missing)} missing; build them: tilewright build --all --target {target}"
+        checks.append(Check("GPU modules", "note" if missing else "ok", detail))
     return checks
 
 
@@ -125,7 +148,8 @@ def _modules() -> list[Check]:
     checks = []
     chosen: Counter[str] = Counter()
     ran = 0
-    workloads = dict.fromkeys(item for name in TARGETS for item in all_workloads(name))
+    on_cpu = [target.name for target in TARGETS.values() if target.device == "cpu"]
+    workloads = dict.fromkeys(item for name in on_cpu for item in all_workloads(name))
     missing = []
     for workload in workloads:
         found = store.find(workload).found

@@ -94,6 +94,44 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() or tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
+def aligned(tensor: Tensor, size: int = 16) -> bool:
+    """Whether every row begins at a multiple of `size` bytes, a power of two; GPU kernels copy inputs by 16."""
+    places = tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        places |= stride * tensor.itemsize
+    return not places & (size - 1)
+
+
+def expect_aligned(name: str, tensor: Tensor, size: int = 16) -> None:
+    """A tensor that a GPU kernel must address as it is.
+
+    Raises:
+        ValueError: rows do not begin at multiples of `size` bytes.
+    """
+    if not aligned(tensor, size):
+        raise ValueError(
+            f"{name}: got rows at address {tensor.data_ptr():#x} with strides {list(tensor.stride())}, expected rows "
+            f"that begin at multiples of {size} bytes (on a GPU)"
+        )
+
+
+def expect_multiple(name: str, dim: int, factor: int) -> None:
+    """A head dim that GPU kernels copy in vectors.
+
+    Raises:
+        NotImplementedError: it is no whole number of them.
+    """
+    if dim % factor:
+        raise NotImplementedError(f"{name}: got head dim {dim}, expected a multiple of {factor} (on a GPU)")
+
+
+def gpu_rows(tensor: Tensor) -> Tensor:
+    """An input as GPU kernels read it: as `dense_rows`, and aligned; a copy only where it is not."""
+    return (
+        tensor if tensor.stride()[-1] == 1 and aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
 def expect_writable(name: str, tensor: Tensor) -> None:
     """A tensor that a kernel writes must be addressable as it is: a copy would not reach the caller.
 

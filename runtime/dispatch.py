@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+import torch
+
 from tilewright.runtime import env, store
 from tilewright.runtime.errors import IntegrityError, MissingModuleError
 from tilewright.runtime.planner import Tiling
 from tilewright.schedules.workload import Workload
 
 _log = logging.getLogger("tilewright")
+
+
+CPU = torch.device("cpu")
 
 
 class Kernel:
@@ -38,15 +43,31 @@ class Kernel:
 
 @cache
 def kernel(
-    operator: str, dtype: str, group: int | None = None, head_dim_qk: int | None = None, head_dim_vo: int | None = None
+    operator: str,
+    dtype: str,
+    group: int | None = None,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+    device: torch.device = CPU,
 ) -> Kernel:
-    """The kernel for these sizes; remembered for the life of the process.
+    """The kernel for these sizes on this device; remembered for the life of the process.
 
     Raises:
         MissingModuleError: neither a specialised nor a general module is there, or only the general one and
-            TILEWRIGHT_STRICT=1.
+            TILEWRIGHT_STRICT=1. GPUs have no general modules.
+        NotImplementedError: no target serves the operator, the dtype or the device.
     """
     workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo)
+    if device.type == "cuda":
+        if operator.startswith("lightning"):
+            raise NotImplementedError(f"{operator}: got tensors on {device}; lightning attention runs on CPUs only yet")
+        if dtype == "f32":
+            raise NotImplementedError(
+                f"{operator}: got float32 tensors on {device}, expected bfloat16 or float16 (tensor cores)"
+            )
+        return Kernel(store.load(workload, capability=torch.cuda.get_device_capability(device)))
+    if device.type != "cpu":
+        raise NotImplementedError(f"device: got {device}, expected tensors on the CPU or on a CUDA device")
     try:
         return Kernel(store.load(workload))
     except MissingModuleError as error:

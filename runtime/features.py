@@ -1,4 +1,7 @@
-"""What this machine's CPU can do: the Linux names of its features, AMX permission included. Nothing runs at import."""
+"""What the devices of this machine can run: CPU features by their Linux names, AMX permission included, and GPU code.
+
+Nothing runs at import.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +74,39 @@ def usable_features() -> frozenset[str]:
     return features | _emulated
 
 
-def missing_features(required: Iterable[str]) -> list[str]:
-    """Those of `required` that this process cannot execute, sorted. Asks for AMX only where it matters."""
+Capability = tuple[int, int]
+"""Compute capability of an NVIDIA GPU, e.g. (9, 0)."""
+
+
+def gpu_features(capability: Capability) -> frozenset[str]:
+    """The machine code that a GPU runs: of its own generation up to its own version, and that for exactly itself."""
+    major, minor = capability
+    return frozenset(f"sm_{major}{version}" for version in range(minor + 1)) | {f"sm_{major}{minor}a"}
+
+
+@cache
+def visible_gpus() -> tuple[Capability, ...]:
+    """Compute capabilities of the GPUs that torch sees, in its order; none without torch or without CUDA."""
+    try:
+        import torch
+    except ImportError:
+        return ()
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+
+
+def missing_features(required: Iterable[str], capability: Capability | None = None) -> list[str]:
+    """Those of `required` that cannot be executed, sorted. Asks for AMX, or for GPUs, only where it matters.
+
+    Args:
+        required: CPU features, or GPU code ("sm_90a").
+        capability: of the GPU that is to run the code; None: any visible one.
+    """
     required = frozenset(required)
+    if any(name.startswith("sm_") for name in required):
+        gpus = visible_gpus() if capability is None else (capability,)
+        return min((sorted(required - gpu_features(gpu)) for gpu in gpus), key=len, default=sorted(required))
     if required <= cpu_features() and not any(name.startswith("amx_") for name in required):
         return []
     return sorted(required - usable_features())

@@ -40,7 +40,8 @@ _FFI_FUNCTIONS = (
 )
 
 
-def _address(library: ctypes.CDLL, name: str) -> int | None:
+def address_of(library: ctypes.CDLL, name: str) -> int | None:
+    """Where a function of a library is; None: it has none of that name."""
     try:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     except AttributeError:
@@ -69,7 +70,7 @@ def openmp_functions() -> list[int]:
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch.so"):
         library = _open_loaded(folder / name)
-        found = [] if library is None else [_address(library, function) for function in _OMP_FUNCTIONS]
+        found = [] if library is None else [address_of(library, function) for function in _OMP_FUNCTIONS]
         addresses = [address for address in found if address]
         if len(addresses) == len(_OMP_FUNCTIONS):
             return addresses
@@ -77,6 +78,20 @@ def openmp_functions() -> list[int]:
         f"{folder}: torch {torch.__version__} is not built on an OpenMP library with {', '.join(_OMP_FUNCTIONS)}; "
         "CPU modules run on torch's own threads, install a torch wheel for Linux"
     )
+
+
+def open_module(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
+    """The module in a file, and the file as a library, in which its pointers can be written.
+
+    Raises:
+        IncompatibleModuleError: the file cannot be opened as a module.
+    """
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(path)), ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, RuntimeError) as error:
+        raise IncompatibleModuleError(f"{path}: the dynamic linker refuses it: {error}") from error
 
 
 class Launcher:
@@ -98,7 +113,7 @@ class Launcher:
         ffi = ctypes.CDLL(find_libtvm_ffi())
         addresses = openmp_functions()
         for name in _FFI_FUNCTIONS:
-            address = _address(ffi, name)
+            address = address_of(ffi, name)
             if address is None:
                 raise IncompatibleModuleError(f"apache-tvm-ffi: {name} is missing from {find_libtvm_ffi()}")
             addresses.append(address)
@@ -106,12 +121,12 @@ class Launcher:
         failure = self._library.tilewright_bind(table)
         if failure:
             raise OSError(failure, os.strerror(failure), str(path))
-        missing = [name for name in _FUNCTIONS if _address(self._library, name) is None]
+        missing = [name for name in _FUNCTIONS if address_of(self._library, name) is None]
         if missing:
             raise IncompatibleModuleError(
                 f"{path}: {', '.join(missing)}: missing, it is of another tilewright; rebuild it"
             )
-        self._functions = {pointer: _address(self._library, name) for pointer, name in _POINTERS.items()}
+        self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
         self._library.tilewright_workspace_bytes.restype = ctypes.c_int64
         # The interpreter's lock is kept: letting go of it costs more than the call.
         self.cut_next_loop: Callable[[int], object] = ctypes.PyDLL(str(path)).tilewright_cut_next_loop
@@ -130,13 +145,7 @@ class Launcher:
         Raises:
             IncompatibleModuleError: the file cannot be opened as a module.
         """
-        import tvm_ffi
-
-        try:
-            module = tvm_ffi.load_module(str(path))
-            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except (OSError, RuntimeError) as error:
-            raise IncompatibleModuleError(f"{path}: the dynamic linker refuses it: {error}") from error
+        module, library = open_module(path)
         for pointer, function in self._functions.items():
             try:
                 slot = ctypes.c_void_p.in_dll(library, pointer)

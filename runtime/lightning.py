@@ -179,7 +179,7 @@ def _launch(
     """Run the kernel of these sizes; `lengths` is what extend has besides."""
     q, k, v = (dense_rows(inference_only(name, rows)) for name, rows in (("q", q), ("k", k), ("v", v)))
     rates = inference_only("slopes", slopes).contiguous()
-    run = kernel(operator, dtype, None, q.shape[2], v.shape[2]).run
+    run = kernel(operator, dtype, None, q.shape[2], v.shape[2], q.device).run
     run(q, k, v, state, narrow(state_indices), *lengths, rates, out, scale)
 
 

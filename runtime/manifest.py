@@ -19,6 +19,7 @@ from tilewright.runtime.errors import IncompatibleModuleError, IntegrityError
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 MODULE_NAME = "module.so"
+CUBIN_NAME = "module.cubin"
 LAUNCHER = "launcher"
 
 # The tvm-ffi releases that load and run modules built with the pinned compiler: `make test-abi` proves both ends.
@@ -33,6 +34,19 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
 
 
+class KernelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a GPU kernel of a module is launched.
+
+    Attributes:
+        arguments: the dtype of each ("handle" is a pointer).
+        launch: what the host code passes after them, in order: sizes such as "blockIdx.x" or "threadIdx.x", then
+            "dynamic_shared" (bytes of shared memory); "programmatic" and "cooperative" are ways to launch, not values.
+    """
+
+    arguments: list[str]
+    launch: list[str]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that the store must know before it opens a module.
 
@@ -44,11 +58,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         tvm_version: of the compiler ("" for the launcher).
         tvm_ffi_version: apache-tvm-ffi at build time.
         definition_revision: schedules.workload.DEFINITION_REVISION then.
-        features: CPU features, named as in /proc/cpuinfo, without which it must not be opened.
+        features: what the device must be able to run, or the module must not be opened: CPU features, named as in
+            /proc/cpuinfo, or the GPU code that it holds ("sm_90a").
         files: name -> hash and size of every other file of the folder.
         plan: what the planner must know (`block_q`, `chunk`, `min_split`, `max_split`).
         origin: of the decisions: "tuned" (a record), "default" (the untuned schedule), "given" (by the builder).
         fingerprint: sha256 of what the build read: sources, decisions, compiler version.
+        kernels: of a CUDA module: what its cubin holds, by name.
     """
 
     schema: int
@@ -63,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plan: dict[str, int]
     origin: str
     fingerprint: str
+    kernels: dict[str, KernelEntry] = {}
 
 
 class _Header(msgspec.Struct):

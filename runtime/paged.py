@@ -16,6 +16,7 @@ from tilewright.runtime.arguments import (
     expect,
     expect_apart,
     expect_index,
+    expect_multiple,
     expect_writable,
     flag,
     inference_only,
@@ -193,7 +194,8 @@ def extend_attention(
         page_size: as in decode.
         out: as in decode, [T, Hq, Dv].
         return_lse: as in decode.
-        batch_invariant: also the same however the request was cut into chunks.
+        batch_invariant: also the same however the request was cut into chunks (on a GPU not that yet: its kernels take
+            the keys of the pool and new ones in tiles of their own).
         plan: of `plan_extend`, with the same causal and window.
 
     Returns:
@@ -315,12 +317,14 @@ def merge_into(dtype: str, o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor)
     states, tokens, heads, dim = o.shape
     if not tokens:
         return
+    if o.device.type == "cuda":
+        expect_multiple("o", dim, 4)
     rows = torch.empty((tokens, 4), dtype=torch.int32, device=o.device)
     rows[:, 0] = rows[:, 1] = torch.arange(tokens, dtype=torch.int32, device=o.device)
     rows[:, 2], rows[:, 3] = states, tokens
     part_o = inference_only("o", o).to(torch.float32).contiguous().view(states * tokens, heads, dim)
     part_lse = inference_only("lse", lse).contiguous().view(states * tokens, heads)
-    kernel("merge", dtype).run(part_o, part_lse, rows, sinks_off(heads, o.device), out, out_lse)
+    kernel("merge", dtype, device=o.device).run(part_o, part_lse, rows, sinks_off(heads, o.device), out, out_lse)
 
 
 def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

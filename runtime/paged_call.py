@@ -14,8 +14,11 @@ from tilewright.runtime.arguments import (
     dense_rows,
     dtype_name,
     expect,
+    expect_aligned,
     expect_index,
+    expect_multiple,
     expect_writable,
+    gpu_rows,
     inference_only,
     kernel_window,
     narrow,
@@ -25,6 +28,7 @@ from tilewright.runtime.arguments import (
     soft_cap,
 )
 from tilewright.runtime.dispatch import Kernel, kernel
+from tilewright.runtime.gpu_work import GpuWork
 from tilewright.runtime.plan import DeviceWork, Plan, host_lengths, plan_decode, plan_extend
 from tilewright.runtime.planner import OFF
 
@@ -126,6 +130,12 @@ def run(
         if write is not None:
             checked.check_loc(write[2], k_buffer.shape[0])
 
+    if call.on_gpu:
+        if not call.new_only:
+            expect_aligned("k_buffer", k_buffer)
+            expect_aligned("v_buffer", v_buffer)
+        expect_aligned("out", out, 4)
+
     # -- run
     if write is not None and plan.batch:
         write_rows(call.dtype, *write, k_buffer, v_buffer)
@@ -139,7 +149,9 @@ def run(
     keys: tuple[Tensor, ...] = (k_buffer, v_buffer)
     if extend_seq_lens is not None:
         keys += keys if k_new is None or v_new is None else (k_new, v_new)
-    if not call.dense:
+    if call.on_gpu:
+        q, keys = gpu_rows(q), tuple(gpu_rows(rows) for rows in keys)
+    elif not call.dense:
         q, keys = dense_rows(q), tuple(dense_rows(rows) for rows in keys)
     attend.cut_next_loop(work.tasks)
     attend.run(
@@ -161,7 +173,9 @@ def run(
         call.lookahead,
     )
     if work.rows is not None:
-        kernel("merge", call.dtype).run(work.part_o, work.part_lse, work.rows, sinks_f32, out, lse)
+        kernel("merge", call.dtype, None, None, None, q.device).run(
+            work.part_o, work.part_lse, work.rows, sinks_f32, out, lse
+        )
     return (out, lse) if return_lse else out
 
 
@@ -176,7 +190,7 @@ class _Call(NamedTuple):
     """
 
     attend: Kernel
-    work: DeviceWork
+    work: DeviceWork | GpuWork
     dtype: str
     out_shape: tuple[int, int, int]
     scale_log2: float
@@ -188,6 +202,7 @@ class _Call(NamedTuple):
     dense: bool
     detach: bool
     no_sinks: Tensor
+    on_gpu: bool
 
 
 # Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
@@ -313,7 +328,8 @@ def _prepare(
                     f"k: got heads and dims {list(k_new.shape[1:])}, expected {list(k_buffer.shape[1:])} of k_buffer "
                     f"and {list(v_buffer.shape[1:])} of v_buffer for v (they may differ only where every prefix is 0)"
                 )
-    attend = kernel("paged_decode" if decode else "paged_extend", dtype, num_qo_heads // num_kv_heads, dim, dim_vo)
+    name = "paged_decode" if decode else "paged_extend"
+    attend = kernel(name, dtype, num_qo_heads // num_kv_heads, dim, dim_vo, device)
     assert attend.tiling is not None
     work = plan.work(attend.tiling, window, from_pool)
     if out is not None:
@@ -332,6 +348,7 @@ def _prepare(
         new_only=new_only,
         dense=all(tensor is dense_rows(tensor) for tensor in inputs.values()),
         no_sinks=sinks_off(num_qo_heads, device),
+        on_gpu=device.type == "cuda",
         detach=any(tensor.requires_grad for tensor in (*inputs.values(), sinks, out, lse) if tensor is not None),
     )  # fmt: skip
 
@@ -414,8 +431,15 @@ def sinks_off(num_qo_heads: int, device: torch.device) -> Tensor:
 
 def write_rows(dtype: str, k: Tensor, v: Tensor, loc: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     """Run the write kernel for K, and for V unless it is a view of K; arguments checked by the caller."""
-    write = kernel("write_kv", dtype).run
+    write = kernel("write_kv", dtype, None, None, None, k.device).run
     loc = narrow(loc)
-    write(dense_rows(inference_only("k", k)), k_buffer, loc)
+    rows = dense_rows
+    if k.device.type == "cuda":
+        rows = gpu_rows
+        expect_multiple("k", k.shape[2], 8)
+        expect_multiple("v", v.shape[2], 8)
+        expect_aligned("k_buffer", k_buffer)
+        expect_aligned("v_buffer", v_buffer)
+    write(rows(inference_only("k", k)), k_buffer, loc)
     if v_buffer.data_ptr() != k_buffer.data_ptr():
-        write(dense_rows(inference_only("v", v)), v_buffer, loc)
+        write(rows(inference_only("v", v)), v_buffer, loc)

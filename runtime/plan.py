@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.runtime import gpu_work
 from tilewright.runtime.arguments import flag, integer, kernel_window, narrow
+from tilewright.runtime.decode_planner import DecodeWork
+from tilewright.runtime.gpu_work import GpuWork, lengths_on_host
 from tilewright.runtime.planner import (
+    FINE,
     ITEM_COLUMNS,
     MERGE_COLUMNS,
     OFF,
@@ -22,6 +26,10 @@ from tilewright.runtime.planner import (
     make_work,
 )
 
+# What modules are reckoned to have at most or at least where buffers are made before the module is known: thread blocks
+# on a multiprocessor, keys of an item that is as long as `max_split` allows.
+_MOST_CTAS = 8
+_SMALLEST_BOUND = 1024
 # Converted index tensors that one plan remembers: a call has at most eight, layers pass the same ones.
 _REMEMBERED = 16
 
@@ -32,6 +40,10 @@ class PlanBuffers:
 
     items: [W, 10] int32; rows: [R, 4] int32; part_o: [P, num_qo_heads, head_dim_vo] f32; part_lse: [P, num_qo_heads]
     f32; all dense, on the plan's device. A plan that needs more is refused with the sizes it needs.
+
+    On a GPU the kernels always get the whole lists, what a batch does not use being padding that they skip: a CUDA
+    graph captured with the plan replays with every later batch that `Plan.update` puts in. So ample lists cost time:
+    each unused item is a thread block that starts and ends.
     """
 
     items: Tensor
@@ -50,6 +62,34 @@ class PlanBuffers:
             torch.empty((rows, MERGE_COLUMNS), dtype=torch.int32, device=device),
             torch.empty((partials, num_qo_heads, head_dim_vo), dtype=torch.float32, device=device),
             torch.empty((partials, num_qo_heads), dtype=torch.float32, device=device),
+        )
+
+    @classmethod
+    def for_decode(
+        cls,
+        batch: int,
+        tokens: int,
+        *,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_vo: int,
+        device: torch.device | str,
+    ) -> PlanBuffers:
+        """Allocate for any decode batch on a GPU of at most so many requests.
+
+        `tokens`: keys of all of them together; with more, `batch_invariant` plans are refused, and others leave out the
+        splits that a module's `max_split` asks for.
+        """
+        processors = gpu_work.multiprocessors(torch.empty(0, device=device).device)
+        # Besides one a request: pieces that keep all blocks busy, and those of a largest size or at fixed positions.
+        pieces = -(-FINE * processors * _MOST_CTAS // num_kv_heads) + tokens // _SMALLEST_BOUND
+        return cls.allocate(
+            items=batch + pieces,
+            rows=min(batch, pieces),
+            partials=2 * pieces,
+            num_qo_heads=num_qo_heads,
+            head_dim_vo=head_dim_vo,
+            device=device,
         )
 
     @property
@@ -185,7 +225,9 @@ class Plan:
         if buffers is not None:
             self._check_buffers(buffers)
         self._given = buffers
-        self._work: dict[tuple[Tiling, int, bool], DeviceWork] = {}
+        self._processors = gpu_work.multiprocessors(self.device)
+        self._work: dict[tuple[Tiling, int, bool], DeviceWork | GpuWork] = {}
+        self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
         self.calls: list[tuple] = []
@@ -219,6 +261,12 @@ class Plan:
     def _set_lengths(self, lengths: Lengths) -> None:
         self.lengths = lengths
         self.batch = len(lengths.kv_lens)
+        if len(self.zeros) != self.batch:
+            self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)
+        if self.phase == "decode":
+            self.tokens = self.covered = self.batch
+            self.prefixes = (0, 0)  # looked at where new keys are given beside a prefix: never in decode
+            return
         used = lengths.q_lens > 0
         self.tokens = int((lengths.q_starts + lengths.q_lens)[used].max(initial=0))
         self.covered = int(lengths.q_lens.sum())
@@ -226,7 +274,6 @@ class Plan:
             raise ValueError(f"extend_seq_lens: got rows up to {self.tokens}, expected at most {OFF} in one call")
         prefix = (lengths.kv_lens - lengths.q_lens)[used]
         self.prefixes = (int(prefix.min(initial=0)), int(prefix.max(initial=0)))
-        self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.batch)
 
     def update(
         self, seq_lens: Any, *, extend_seq_lens: Any = None, extend_start_loc: Any = None, seq_lens_cpu: Any = None
@@ -235,7 +282,16 @@ class Plan:
 
         All lists made so far are rewritten. Where `buffers` were given and the new batch does not fit them, ValueError
         is raised and the plan stays as it was; memory of the plan's own grows instead (addresses then change).
+
+        On a GPU the lists are copied on the current stream, without waiting (all updates of a plan on one stream);
+        lengths on the GPU alone are waited for (give seq_lens_cpu). In decode, lengths that have only grown a little,
+        as from one step to the next, keep the splits that they have: without `batch_invariant` a result's bits may
+        depend on the plan's past.
         """
+        if self._processors and self.phase == "decode" and extend_seq_lens is None and extend_start_loc is None:
+            known = lengths_on_host(seq_lens if seq_lens_cpu is None else seq_lens_cpu)
+            if known is not None and self._moved(known):
+                return
         kv_lens = host_lengths("seq_lens", seq_lens if seq_lens_cpu is None else seq_lens_cpu)
         batch = len(kv_lens)
         if self.phase == "decode":
@@ -257,8 +313,24 @@ class Plan:
         for key, work in remade.items():
             self._store(key, work)
 
-    def _make(self, key: tuple[Tiling, int, bool], lengths: Lengths) -> WorkList:
+    def _moved(self, kv_lens: np.ndarray) -> bool:
+        """Move all lists on to these lengths where they reach so far."""
+        for work in self._work.values():
+            if not work.reaches(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+                return False
+        for work in self._work.values():
+            work.move(kv_lens)  # type: ignore[union-attr]
+        self.lengths.kv_lens[:] = kv_lens
+        return True
+
+    def _make(self, key: tuple[Tiling, int, bool], lengths: Lengths) -> WorkList | DecodeWork:
         tiling, window, from_pool = key
+        workers = self._processors * tiling.ctas
+        if workers and self.phase == "decode":
+            work = self._decode_work(lengths, tiling, window, workers)
+            if self._given is not None and tiling.max_split and not self._fits(work):
+                work = self._decode_work(lengths, tiling._replace(max_split=0), window, workers)
+            return work
         return make_work(
             lengths,
             tiling,
@@ -266,29 +338,48 @@ class Plan:
             window=window,
             from_pool=from_pool,
             num_kv_heads=self.num_kv_heads,
-            threads=torch.get_num_threads(),
+            threads=workers or torch.get_num_threads(),
+            batch_invariant=self.batch_invariant,
+            gpu=workers > 0,
+        )
+
+    def _decode_work(self, lengths: Lengths, tiling: Tiling, window: int, workers: int) -> DecodeWork:
+        return DecodeWork(
+            lengths.kv_lens,
+            tiling,
+            window=window,
+            num_kv_heads=self.num_kv_heads,
+            workers=workers,
             batch_invariant=self.batch_invariant,
         )
 
-    def _check_capacity(self, work: WorkList) -> None:
+    def _fits(self, work: WorkList | DecodeWork) -> bool:
         assert self._given is not None
         needed = (len(work.items), len(work.rows), work.partials)
-        if any(need > have for need, have in zip(needed, self._given.capacity, strict=True)):
+        return all(need <= have for need, have in zip(needed, self._given.capacity, strict=True))
+
+    def _check_capacity(self, work: WorkList | DecodeWork) -> None:
+        assert self._given is not None
+        if not self._fits(work):
+            needed = (len(work.items), len(work.rows), work.partials)
             raise ValueError(
                 f"buffers: too small for this batch: (items, rows, partials) got {self._given.capacity}, "
                 f"needed {needed}"
             )
 
-    def _store(self, key: tuple[Tiling, int, bool], work: WorkList) -> DeviceWork:
+    def _on_device(self, buffers: PlanBuffers) -> DeviceWork | GpuWork:
+        return GpuWork(buffers, self._given is not None) if self._processors else DeviceWork(buffers)
+
+    def _store(self, key: tuple[Tiling, int, bool], work: WorkList | DecodeWork) -> DeviceWork | GpuWork:
         device_work = self._work.get(key)
         needed = (len(work.items), len(work.rows), work.partials)
         if self._given is not None:
             self._check_capacity(work)
-            device_work = device_work or DeviceWork(self._given)
+            device_work = device_work or self._on_device(self._given)
         elif device_work is None or any(
             need > have for need, have in zip(needed, device_work.buffers.capacity, strict=True)
         ):
-            device_work = DeviceWork(
+            device_work = self._on_device(
                 PlanBuffers.allocate(
                     items=needed[0],
                     rows=needed[1],
@@ -298,11 +389,11 @@ class Plan:
                     device=self.device,
                 )
             )
-        device_work.fill(work)
+        device_work.fill(work)  # type: ignore[arg-type]  # a DecodeWork is only made for a GpuWork
         self._work[key] = device_work
         return device_work
 
-    def work(self, tiling: Tiling, window: int, from_pool: bool) -> DeviceWork:
+    def work(self, tiling: Tiling, window: int, from_pool: bool) -> DeviceWork | GpuWork:
         """The work list for a module, made at first use.
 
         Args:

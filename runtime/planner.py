@@ -12,6 +12,7 @@ The cost of a unit is its number of keys and a constant: a kernel computes all r
 from __future__ import annotations
 
 import heapq
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,8 @@ class Tiling(NamedTuple):
     min_split: int
     max_split: int = 0
     """Most keys of an item, 0 = no bound: heads of one short range are worked on while its pages are in reach."""
+    ctas: int = 1
+    """On a GPU: thread blocks of the module for each multiprocessor."""
 
 
 class Lengths(NamedTuple):
@@ -83,7 +86,8 @@ def _expand(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - _offsets(counts)[owner]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -99,6 +103,26 @@ def _longest_thread(unit_costs: Ints, units: int, threads: int, mean: float) -> 
     return max(*loads, mean)
 
 
+def makespan(unit_costs: Ints, units: int, workers: int, mean: float) -> float:
+    """The same for workers in their hundreds, in a few passes over the costs: the smaller of two upper bounds.
+
+    Rounds of one unit a worker, each as long as its longest unit: exact for equal units. And a unit begins when the
+    units before it are done at the latest, spread evenly: close where lengths differ.
+    """
+    costs = np.sort(unit_costs)[::-1]
+    rounds = float(costs.take(_round_starts(len(costs), units, workers)).sum())
+    if rounds <= BALANCED * mean:
+        return max(rounds, mean)
+    spread = (np.cumsum(costs) * units - costs) / workers + costs
+    return max(min(rounds, float(spread.max())), float(costs[0]), mean)
+
+
+@lru_cache(maxsize=256)
+def _round_starts(costs: int, units: int, workers: int) -> Ints:
+    """Which cost each round of makespan begins with."""
+    return np.arange(0, costs * units, workers) // units
+
+
 def _pieces(lengths: Ints, size: Ints, min_split: int) -> Ints:
     """Number of pieces of `size` keys, none below min_split: a shorter rest goes to the piece before it."""
     counts = np.maximum(-(-lengths // size), 1)
@@ -110,9 +134,9 @@ def _whole(lengths: Ints) -> tuple[Ints, Ints]:
     return np.maximum(lengths, 1), np.ones_like(lengths)
 
 
-def _even_pieces(lengths: Ints, limit: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
+def even_pieces(lengths: Ints, limit: Ints | int, tiling: Tiling) -> tuple[Ints, Ints]:
     """(piece size, number of pieces) of about one size each, none above `limit` but for a short rest."""
-    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
+    smallest = round_up(max(tiling.min_split, 1), tiling.chunk)
     even = -(-lengths // np.maximum(-(-lengths // limit), 1))
     size = np.maximum(-(-even // tiling.chunk) * tiling.chunk, smallest)
     return size, _pieces(lengths, size, tiling.min_split)
@@ -137,7 +161,7 @@ def _tasks(unit_costs: Ints, units: int, threads: int) -> int:
     return -(-len(unit_costs) * units // step)
 
 
-def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int) -> tuple[Ints, Ints]:
+def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu: bool) -> tuple[Ints, Ints]:
     """(piece size in keys, number of pieces) of every query block, so that the threads end together.
 
     Tries whole blocks first, then pieces of at most a share of a thread's work that shrinks until the estimate is
@@ -145,20 +169,21 @@ def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int) -> 
     """
     costs = lengths + UNIT_KEYS
     mean = float(costs.sum()) * num_kv_heads / threads
-    smallest = _round_up(max(tiling.min_split, 1), tiling.chunk)
-    longest = max(_round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
-    best = _even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
+    smallest = round_up(max(tiling.min_split, 1), tiling.chunk)
+    longest = max(round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
+    best = even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or not len(costs) or costs.max() <= mean / FINE:
         return best
 
     def busiest(size: Ints, counts: Ints) -> float:
-        return _longest_thread(_piece_lengths(lengths, size, counts) + UNIT_KEYS, num_kv_heads, threads, mean)
+        costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
+        return (makespan if gpu else _longest_thread)(costs, num_kv_heads, threads, mean)
 
     best_load = busiest(*best)
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
-        limit = max(_round_up(int(mean / share), tiling.chunk), smallest)
-        pieces = _even_pieces(lengths, np.full_like(lengths, min(limit, longest) if longest else limit), tiling)
+        limit = max(round_up(int(mean / share), tiling.chunk), smallest)
+        pieces = even_pieces(lengths, np.full_like(lengths, min(limit, longest) if longest else limit), tiling)
         load = busiest(*pieces)
         if load < best_load:
             best, best_load = pieces, load
@@ -176,6 +201,7 @@ def make_work(
     num_kv_heads: int,
     threads: int,
     batch_invariant: bool,
+    gpu: bool = False,
 ) -> WorkList:
     """Plan one batch.
 
@@ -189,8 +215,9 @@ def make_work(
         threads: workers to keep busy; no range depends on them when batch_invariant.
         batch_invariant: cut query blocks and key ranges at fixed positions of the request, so that neither the rest
             of the batch, nor the threads, nor how the request was chunked changes what is added to what.
+        gpu: the threads are the hundreds of thread blocks that a GPU runs at once.
     """
-    block_q, chunk, min_split, _ = tiling
+    block_q, chunk, min_split = tiling.block_q, tiling.chunk, tiling.min_split
     first_pos = lengths.kv_lens - lengths.q_lens
     # Positions of a block are [first + k * block_q, ...): fixed multiples of block_q where invariant.
     lead = first_pos % block_q if batch_invariant else np.zeros_like(first_pos)
@@ -209,13 +236,13 @@ def make_work(
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
-        fixed = _round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
+        fixed = round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
         base = low // fixed * fixed
         size = np.full_like(low, fixed)
         pieces = np.where(high > low, -(-(high - base) // fixed), 1)
     else:
         base = low
-        size, pieces = _balance(high - low, tiling, num_kv_heads, threads)
+        size, pieces = _balance(high - low, tiling, num_kv_heads, threads, gpu)
 
     split = pieces > 1
     any_split = bool(split.any())

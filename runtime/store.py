@@ -1,9 +1,10 @@
 """Find, verify and load built modules: everything between a workload and a function that may be called.
 
-For each target, from the best usable one down, these roots are searched in order: the `root` given to the call; the
-folders of TILEWRIGHT_MODULE_PATH; the user cache; `tilewright/_prebuilt` of an installed wheel; `build/modules` of a
-checkout. The first artifact that this process can use wins. Nothing is opened with dlopen before its hash, size,
-schema, versions, definition revision and CPU features have been checked.
+Tensors of a device type take modules of its targets only. For each target, from the best usable one down, these roots
+are searched in order: the `root` given to the call; the folders of TILEWRIGHT_MODULE_PATH; the user cache;
+`tilewright/_prebuilt` of an installed wheel; `build/modules` of a checkout. The first artifact that
+this process can use wins. Nothing is opened with dlopen before its hash, size, schema, versions, definition revision
+and CPU features (for a GPU: the code that it runs) have been checked.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import platformdirs
 
 from tilewright.runtime import env, features
+from tilewright.runtime.cuda_launcher import CudaLauncher
 from tilewright.runtime.errors import (
     BuildError,
     Error,
@@ -30,8 +32,17 @@ from tilewright.runtime.errors import (
     MissingModuleError,
     UnsupportedTargetError,
 )
+from tilewright.runtime.features import Capability
 from tilewright.runtime.launcher import LIBRARY_NAME, Launcher
-from tilewright.runtime.manifest import LAUNCHER, MODULE_NAME, Manifest, check_tvm_ffi, read_manifest, verify_file
+from tilewright.runtime.manifest import (
+    CUBIN_NAME,
+    LAUNCHER,
+    MODULE_NAME,
+    Manifest,
+    check_tvm_ffi,
+    read_manifest,
+    verify_file,
+)
 from tilewright.schedules.targets import TARGETS, Target, get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
 
@@ -150,19 +161,27 @@ def roots(root: Path | None = None) -> list[tuple[str, Path]]:
     ]
 
 
-def candidate_targets(target: str | None = None) -> list[Target]:
-    """The targets to look for, best first: the one named (or TILEWRIGHT_TARGET), or every packaged one.
+def candidate_targets(target: str | None = None, device: str | None = None) -> list[Target]:
+    """The targets to look for, best first: the one named, or every packaged one of the device type.
+
+    TILEWRIGHT_TARGET names the one for its own device type.
+
+    Args:
+        target: the only one.
+        device: "cpu" or "cuda"; None: all, those of CPUs first.
 
     Raises:
         UnsupportedTargetError: the name is not that of a target.
     """
     name = target or env.TARGET.get()
-    if name is None:
-        return sorted((item for item in TARGETS.values() if item.packaged), key=lambda item: -item.rank)
     try:
-        return [get_target(name)]
+        only = get_target(name) if name else None
     except ValueError as error:
         raise UnsupportedTargetError(str(error) if target else f"{env.TARGET.name}: {error}") from None
+    if only is not None and (target or device in (None, only.device)):
+        return [only]
+    packaged = [item for item in TARGETS.values() if item.packaged and device in (None, item.device)]
+    return sorted(packaged, key=lambda item: (item.device, -item.rank))
 
 
 @cache
@@ -170,12 +189,22 @@ def _installed_tvm_ffi() -> str:
     return version("apache-tvm-ffi")
 
 
-def check_manifest(folder: Path, manifest: Manifest, name: str, target: Target) -> None:
+def check_manifest(
+    folder: Path, manifest: Manifest, name: str, target: Target, capability: Capability | None = None
+) -> None:
     """Whether this process can use an artifact, as far as its manifest tells.
+
+    Args:
+        folder: of the artifact.
+        manifest: of the folder.
+        name: that it should have.
+        target: that it should be for.
+        capability: of the GPU that is to run it; None: any visible one.
 
     Raises:
         IntegrityError: the manifest is of another artifact.
-        IncompatibleModuleError: other definition revision, apache-tvm-ffi outside the range, CPU features missing.
+        IncompatibleModuleError: other definition revision, apache-tvm-ffi outside the range, CPU features missing, or
+            GPU code that the device does not run.
     """
     if (manifest.name, manifest.target) != (name, target.name):
         raise IntegrityError(
@@ -188,7 +217,14 @@ def check_manifest(folder: Path, manifest: Manifest, name: str, target: Target) 
             f"{build_command(name, target.name)}"
         )
     check_tvm_ffi(_installed_tvm_ffi())
-    missing = features.missing_features(manifest.features)
+    missing = features.missing_features(manifest.features, capability)
+    if missing and target.device == "cuda":
+        gpus = features.visible_gpus() if capability is None else (capability,)
+        got = ", ".join(f"{major}.{minor}" for major, minor in gpus)
+        raise IncompatibleModuleError(
+            f"{folder}: GPU code: expected a device that runs {', '.join(manifest.features)}, got "
+            + (f"compute capability {got}" if gpus else "no visible CUDA device")
+        )
     if missing:
         raise IncompatibleModuleError(
             f"{folder}: CPU features: expected {', '.join(manifest.features)}, this process has no {', '.join(missing)}"
@@ -200,14 +236,16 @@ def build_command(name: str, target: str) -> str:
     return f"tilewright build {name} --target {target}"
 
 
-def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator[Artifact | PassedOver]:
+def _look(
+    workload: Workload, target: str | None, root: Path | None, capability: Capability | None
+) -> Iterator[Artifact | PassedOver]:
     layers = roots(root)
-    for candidate in candidate_targets(target):
+    for candidate in _candidates(target, capability):
         for layer, base in layers:
             folder = base.joinpath(candidate.name, workload.name)
             try:
                 manifest = read_manifest(folder)
-                check_manifest(folder, manifest, workload.name, candidate)
+                check_manifest(folder, manifest, workload.name, candidate, capability)
             except (FileNotFoundError, NotADirectoryError):
                 yield PassedOver(folder, layer, None)
             except Error as error:
@@ -216,19 +254,31 @@ def _look(workload: Workload, target: str | None, root: Path | None) -> Iterator
                 yield Artifact(workload, candidate, folder, layer, manifest)
 
 
-def find(workload: Workload, target: str | None = None, *, root: Path | None = None) -> Search:
+def _candidates(target: str | None, capability: Capability | None) -> list[Target]:
+    return candidate_targets(target, None if target else "cpu" if capability is None else "cuda")
+
+
+def find(
+    workload: Workload,
+    target: str | None = None,
+    *,
+    root: Path | None = None,
+    capability: Capability | None = None,
+) -> Search:
     """Look for the best artifact that serves the workload in this process. Opens and builds nothing.
 
     Args:
         workload: what is to be computed, exactly: a general module is found only by its own workload.
         target: consider this target only; None: TILEWRIGHT_TARGET, or the best usable one.
         root: a folder that is searched before all others.
+        capability: compute capability of the GPU that holds the tensors; None: they are on the CPU, or, with a CUDA
+            `target`, on any visible GPU.
 
     Raises:
         UnsupportedTargetError: the name is not that of a target.
     """
     passed_over: list[PassedOver] = []
-    for item in _look(workload, target, root):
+    for item in _look(workload, target, root, capability):
         if isinstance(item, Artifact):
             return Search(item, tuple(passed_over))
         passed_over.append(item)
@@ -238,10 +288,16 @@ def find(workload: Workload, target: str | None = None, *, root: Path | None = N
 _lock = threading.RLock()
 _cache: dict[tuple, Module] = {}
 _modules: dict[Path, tuple[tuple[int, int, int], Module]] = {}
-_launcher: Launcher | None = None
+_launchers: dict[str, Launcher | CudaLauncher] = {}
 
 
-def load(workload: Workload, target: str | None = None, *, root: Path | None = None) -> Module:
+def load(
+    workload: Workload,
+    target: str | None = None,
+    *,
+    root: Path | None = None,
+    capability: Capability | None = None,
+) -> Module:
     """The callable module that serves the workload; the same object for the same question.
 
     Arguments as for find().
@@ -253,24 +309,29 @@ def load(workload: Workload, target: str | None = None, *, root: Path | None = N
         UnsupportedTargetError: the name is not that of a target.
         BuildError: TILEWRIGHT_BUILD_POLICY asked for a build, and it failed.
     """
-    question = (workload, target, root, env.MODULE_PATH.raw, env.CACHE_DIR.raw, env.TARGET.raw, features.declared())
+    surroundings = (env.MODULE_PATH.raw, env.CACHE_DIR.raw, env.TARGET.raw, features.declared())
+    question = (workload, target, root, capability, *surroundings)
     module = _cache.get(question)
     if module is None:
         with _lock:
             module = _cache.get(question)
             if module is None:
-                module = _cache[question] = _load(_find_or_build(workload, target, root))
+                module = _cache[question] = _load(_find_or_build(workload, target, root, capability))
     return module
 
 
-def _find_or_build(workload: Workload, target: str | None, root: Path | None) -> Artifact:
+def _find_or_build(
+    workload: Workload, target: str | None, root: Path | None, capability: Capability | None
+) -> Artifact:
     policy = env.BUILD_POLICY.get()
-    search = find(workload, target, root=root)
+    search = find(workload, target, root=root, capability=capability)
     if policy == "always" or (policy == "missing" and search.found is None):
+        if capability is not None:
+            target = buildable_target(target, capability)
         _build(workload, search.found.target.name if search.found else target, root)
-        search = find(workload, target, root=root)
+        search = find(workload, target, root=root, capability=capability)
     if search.found is None:
-        raise _missing(workload, target, search)
+        raise _missing(workload, target, capability, search)
     logger = env.get_logger("store")
     for item in search.passed_over:
         logger.log(logging.WARNING if item.faulty else logging.DEBUG, "%s: passed over %s", workload.name, item)
@@ -278,20 +339,24 @@ def _find_or_build(workload: Workload, target: str | None, root: Path | None) ->
     return search.found
 
 
-def _missing(workload: Workload, target: str | None, search: Search) -> MissingModuleError:
-    best = buildable_target(target)
+def _missing(
+    workload: Workload, target: str | None, capability: Capability | None, search: Search
+) -> MissingModuleError:
+    best = buildable_target(target, capability)
     lines = "".join(f"\n  {item}" for item in search.passed_over)
-    error = MissingModuleError(
-        f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
-    )
+    remedy = f"Build it: {build_command(workload.name, best)}"
+    if capability is not None and features.missing_features(get_target(best).features, capability):
+        served = ", ".join(f"{item.name} ({', '.join(item.features)})" for item in candidate_targets(device="cuda"))
+        remedy = f"No target is for compute capability {capability[0]}.{capability[1]}, expected one of {served}"
+    error = MissingModuleError(f"{workload.name}: no usable module. {remedy}\nlooked at:{lines}")
     error.unusable = tuple(str(item) for item in search.passed_over if item.faulty)
     return error
 
 
-def buildable_target(target: str | None = None) -> str:
-    """The best target whose modules would run here; the worst one if none would."""
-    targets = candidate_targets(target)
-    usable = [item for item in targets if not features.missing_features(item.features)]
+def buildable_target(target: str | None = None, capability: Capability | None = None) -> str:
+    """The best target whose modules would run here (on such a GPU, if one is given); the worst one if none would."""
+    targets = _candidates(target, capability)
+    usable = [item for item in targets if not features.missing_features(item.features, capability)]
     return (usable or targets[-1:])[0].name
 
 
@@ -323,7 +388,10 @@ def _load(artifact: Artifact) -> Module:
             )
         return known[1]
     launcher = _get_launcher(artifact)
-    loaded = launcher.load(path)
+    if isinstance(launcher, CudaLauncher):
+        loaded = launcher.load(path, verify_file(folder, manifest, CUBIN_NAME).read_bytes(), manifest.kernels)
+    else:
+        loaded = launcher.load(path)
     try:
         function = loaded[artifact.workload.operator]
     except AttributeError:
@@ -338,10 +406,10 @@ def _load(artifact: Artifact) -> Module:
     return module
 
 
-def _get_launcher(artifact: Artifact) -> Launcher:
-    """The process's launcher: the one beside the first module that was loaded (all of one schema are alike)."""
-    global _launcher  # noqa: PLW0603
-    if _launcher is None:
+def _get_launcher(artifact: Artifact) -> Launcher | CudaLauncher:
+    """The process's launcher for a device type: the one beside the first module that was loaded (all are alike)."""
+    device = artifact.target.device
+    if device not in _launchers:
         folder = artifact.folder.parent / LAUNCHER
         try:
             manifest = read_manifest(folder)
@@ -351,5 +419,6 @@ def _get_launcher(artifact: Artifact) -> Launcher:
                 f"{build_command(artifact.workload.name, artifact.target.name)}"
             ) from None
         check_manifest(folder, manifest, LAUNCHER, artifact.target)
-        _launcher = Launcher(verify_file(folder, manifest, LIBRARY_NAME))
-    return _launcher
+        kind = CudaLauncher if device == "cuda" else Launcher
+        _launchers[device] = kind(verify_file(folder, manifest, LIBRARY_NAME))
+    return _launchers[device]

@@ -7,8 +7,9 @@ from tilewright.schedules.workload import DTYPES, Workload
 
 # (head dim, query heads per KV head) that get a kernel of their own; general modules serve every other shape.
 PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
-# The same for tiles, besides; and latent attention (head dims of keys and values, query heads of the one KV head).
-TILED_SHAPES = ((128, 8), (128, 1), (64, 8))
+# The same for tiles and GPUs: groups from none to that of the largest models in use.
+MORE_SHAPES = (*PAGED_SHAPES, (128, 1), (128, 8), (64, 8))
+# Latent attention: one KV head, its values the first 512 of its 576 dims.
 LATENT = Workload("paged_decode", "bf16", 16, 576, 512)
 LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
@@ -39,7 +40,16 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     Raises:
         ValueError: no such target.
     """
-    if get_target(target).family == "amx":
+    family = get_target(target).family
+    if family == "cuda":
+        # Tensor cores multiply 16-bit numbers; extend is written for the warpgroup products of Hopper so far.
+        everything = (
+            workload
+            for dtype in ("bf16", "fp16")
+            for workload in (*_paged(dtype, MORE_SHAPES), Workload("merge", dtype), Workload("write_kv", dtype))
+        )
+        return tuple(w for w in everything if w.operator != "paged_extend" or target == "cuda-sm90a")
+    if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
-        return (*_paged("bf16", PAGED_SHAPES + TILED_SHAPES), LATENT)
+        return (*_paged("bf16", MORE_SHAPES), LATENT)
     return tuple(workload for dtype in DTYPES for workload in _everything(dtype))

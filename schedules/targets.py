@@ -32,13 +32,14 @@ _AMX = ("amx_tile", "amx_bf16", "amx_int8")
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU that modules are built for.
+    """A kind of CPU or GPU that modules are built for.
 
     Attributes:
         name: in paths, records, manifests and on the command line.
-        family: which spaces schedule for it: "x86" (vectors) or "amx" (tiles).
+        family: which spaces schedule for it: "x86" (vectors), "amx" (tiles) or "cuda" (tensor cores).
         tvm: the dictionary that tvm.target.Target takes.
-        features: /proc/cpuinfo names that must all be usable before a module of it is opened.
+        features: what must be usable before a module of it is opened: /proc/cpuinfo names, or the one name "sm_90a"
+            (code for exactly this compute capability) or "sm_80" (for this and later ones of the same generation).
         rank: the store prefers the greater.
         lanes: f32 lanes of a vector register.
         registers: vector registers that there are.
@@ -53,6 +54,15 @@ class Target:
     lanes: int = 8
     registers: int = 16
     packaged: bool = True
+
+    @property
+    def device(self) -> str:
+        """The type of the tensors that its modules take, as torch names it: "cpu" or "cuda"."""
+        return "cuda" if self.tvm["kind"] == "cuda" else "cpu"
+
+
+def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
+    return {"kind": "cuda", "arch": arch, "max_shared_memory_per_block": shared_memory, "host": {"kind": "llvm"}}
 
 
 _ALL = (
@@ -84,6 +94,9 @@ _ALL = (
         rank=0,
         packaged=False,
     ),
+    Target("cuda-sm90a", "cuda", _cuda("sm_90a", shared_memory=232448), ("sm_90a",), rank=30),
+    # As much shared memory as every GPU of the generation has (8.6 and 8.9 have less than 8.0).
+    Target("cuda-sm80", "cuda", _cuda("sm_80", shared_memory=101376), ("sm_80",), rank=20),
 )
 TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ALL})
 

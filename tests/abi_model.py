@@ -8,6 +8,7 @@ Each function asserts what the document promises about its arguments.
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -47,7 +48,7 @@ def _softmax(scores: Tensor, values: Tensor, sink: float) -> tuple[Tensor, float
 
 def _attend(
     q, k_buffer, v_buffer, k_new, v_new, req_to_token, req_pool_indices, kv_start, items, sinks, out, lse, part_o,
-    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q,
+    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q, padding,
 ):  # fmt: skip
     tokens, hq, dim = q.shape
     slots, hk, _ = k_buffer.shape
@@ -71,6 +72,8 @@ def _attend(
     _dense(part_lse, (partials, hq), torch.float32)
     assert partials >= 1 and len(items) >= 1
     for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, reserved in items.tolist():
+        if padding and q_len == 0:
+            continue
         assert 1 <= q_len <= block_q and reserved == 0 and kv_begin >= 0 and kv_len >= 0
         for i in range(q_len):
             position = pos + i
@@ -103,7 +106,7 @@ def _attend(
                     part_o[part + i, h], part_lse[part + i, h] = row_out.float(), row_lse
 
 
-def merge(part_o, part_lse, rows, sinks, out, lse):
+def merge(part_o, part_lse, rows, sinks, out, lse, padding=False):
     """`merge` of the interface."""
     partials, heads, dim = part_o.shape
     _dense(part_o, (partials, heads, dim), torch.float32)
@@ -113,6 +116,9 @@ def merge(part_o, part_lse, rows, sinks, out, lse):
     _strided(out, (len(out), heads, dim), out.dtype)
     _strided(lse, (len(out), heads), torch.float32)
     for row, first, count, stride in rows.tolist():
+        if padding and count == 0:
+            continue
+        assert count > 0
         for h in range(heads):
             states = [first + s * stride for s in range(count)]
             live = [s for s in states if part_lse[s, h] != -math.inf]
@@ -173,11 +179,14 @@ class ModelStore:
     """`load(workload)` over this model: some specialised sizes, and a general module for everything.
 
     calls: (workload name, arguments) of every kernel call so far.
+    padding: as on a GPU, padding in the lists is skipped; else there must be none.
     """
 
     def __init__(
-        self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True
-    ) -> None:
+        self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True,
+        padding: bool = False,
+    ) -> None:  # fmt: skip
+        self.padding = padding
         self.plan = {"block_q": block_q, "chunk": chunk, "min_split": min_split}
         self.general, self.special = general, special
         self.calls: list[tuple[str, tuple]] = []
@@ -195,17 +204,17 @@ class ModelStore:
             plan = self.plan | {"block_q": 1}
 
             def function(q, k_buffer, v_buffer, *rest):
-                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1)
+                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1, padding=self.padding)
 
         elif workload.operator == "paged_extend":
             plan = self.plan
 
             def function(*arguments):
-                _attend(*arguments, block_q=self.plan["block_q"])
+                _attend(*arguments, block_q=self.plan["block_q"], padding=self.padding)
 
         else:
             function = {
-                "merge": merge,
+                "merge": partial(merge, padding=self.padding),
                 "write_kv": write_kv,
                 "lightning_extend": lightning_extend,
                 "lightning_decode": lightning_decode,

@@ -57,7 +57,7 @@ def serving(target: str) -> Iterator[None]:
     emulated = get_target(target).features if target == EMULATED else ()
     choice = [get_target(name) for name in dict.fromkeys((target, BESIDE))]
     with pytest.MonkeyPatch.context() as patch, features.emulated(*emulated):
-        patch.setattr(store, "candidate_targets", lambda _=None: choice)
+        patch.setattr(store, "candidate_targets", lambda *_: choice)
         dispatch.kernel.cache_clear()
         try:
             yield

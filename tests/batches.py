@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ class PagedBatch:
     seq_lens: Tensor
     extend_seq_lens: Tensor
     kv_start: Tensor | None
+
+    def placed(self, device: torch.device) -> PagedBatch:
+        """The same on another device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return PagedBatch(**{name: None if value is None else value.to(device) for name, value in values.items()})
 
     def decode_arguments(self) -> tuple[Tensor, ...]:
         """Positional arguments of `decode_attention`."""
@@ -68,7 +74,7 @@ def as_numpy(value: Any) -> Any:
     return (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
 
 
-def make_paged_batch(
+def _make_paged_batch(
     prefixes: list[int],
     news: list[int],
     *,
@@ -84,7 +90,7 @@ def make_paged_batch(
     index_dtype: torch.dtype = torch.int64,
     seed: int = 0,
 ) -> PagedBatch:
-    """A batch of requests with prefixes[b] keys in the pool and news[b] new tokens.
+    """A batch of requests with prefixes[b] keys in the pool and news[b] new tokens, on torch's default device.
 
     Args:
         prefixes: may be negative where from_pool (more query tokens than keys).
@@ -137,6 +143,14 @@ def make_paged_batch(
         extend_seq_lens=torch.tensor(news, dtype=index_dtype),
         kv_start=None if kv_starts is None else torch.tensor(kv_starts, dtype=index_dtype),
     )
+
+
+@wraps(_make_paged_batch)
+def make_paged_batch(*arguments: Any, **options: Any) -> PagedBatch:
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # the same numbers on every device
+        batch = _make_paged_batch(*arguments, **options)
+    return batch if device.type == "cpu" else batch.placed(device)
 
 
 def make_decode_batch(seq_lens: list[int], **options: Any) -> PagedBatch:

@@ -5,13 +5,20 @@ from batches import poisoned
 
 
 def strided(tensor):
-    """The same values in a view whose strides are all odd, at an odd offset, NaN between."""
-    base = poisoned(*[size * 2 + 1 for size in tensor.shape[:-1]], tensor.shape[-1] + 3, dtype=tensor.dtype)
-    view = base[tuple(slice(1, None, 2) for _ in tensor.shape[:-1])][..., 1 : 1 + tensor.shape[-1]]
+    """The same values in a view whose strides are all odd, at an odd offset, NaN between.
+
+    On a GPU in units of 16 bytes, which its kernels take.
+    """
+    before, after = EDGES[tensor.device.type]
+    width = before + tensor.shape[-1] + after
+    base = poisoned(*[size * 2 + 1 for size in tensor.shape[:-1]], width, dtype=tensor.dtype)
+    view = base[tuple(slice(1, None, 2) for _ in tensor.shape[:-1])][..., before : before + tensor.shape[-1]]
     view.copy_(tensor)
     return view
 
 
+# Elements before and after a row of a strided view.
+EDGES = {"cpu": (1, 2), "cuda": (8, 16)}
 LAYOUTS = {
     "dense": lambda x: x,
     "strided": strided,

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from batches import make_paged_batch
 
 from tilewright.schedules.catalog import PAGED_SHAPES
@@ -20,7 +21,7 @@ class Size(NamedTuple):
     @property
     def plan(self):
         return {"num_qo_heads": self.group * self.kv_heads, "num_kv_heads": self.kv_heads, "head_dim_qk": self.dim,
-                "head_dim_vo": self.dim_vo, "device": "cpu"}  # fmt: skip
+                "head_dim_vo": self.dim_vo, "device": torch.get_default_device()}  # fmt: skip
 
     def __str__(self):
         kind = "general" if self.general else "special"
@@ -37,6 +38,9 @@ BOTH = [SPECIAL[1], GENERAL[3]]
 
 
 def paged_batch(size, prefixes, news, **options):
+    """A batch on the default device; dtype: f32, on a GPU bf16."""
+    if torch.get_default_device().type != "cpu":
+        options.setdefault("dtype", torch.bfloat16)
     batch = make_paged_batch(
         prefixes, news, num_qo_heads=size.group * size.kv_heads, num_kv_heads=size.kv_heads, dim=size.dim,
         dim_vo=size.dim_vo, **options,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewright.schedules.targets import TARGETS
+
 if TYPE_CHECKING:
     from tilewright.codegen.bench.cases import Case, Roots
-    from tilewright.codegen.bench.report import Row
+    from tilewright.codegen.bench.report import Report, Row
     from tilewright.codegen.roofline import Limits
     from tilewright.runtime.store import Artifact
 
@@ -27,7 +29,8 @@ COSTS = "host"
 @click.command(name="bench", context_settings={"show_default": True})
 @click.option(
     "--target",
-    help="Rows for this target, on its modules: a server's workloads where it is beyond x86-avx2.  "
+    help="Rows for this target, on its modules: a server's workloads where it is beyond x86-avx2; a GPU's on the first "
+    "GPU there is.  "
     "[default: x86-avx2's rows on whatever modules a call takes here]",
 )
 @click.option(
@@ -74,6 +77,9 @@ def command(
     from tilewright.runtime import env
 
     if target is not None:
+        if target in TARGETS and TARGETS[target].device == "cuda":
+            _bench_gpu(target, filters, rounds, seconds, json_file, as_markdown, only_list)
+            return
         _expect_target(target)
     chosen = [case for case in (cases.QUICK if quick else cases.of_target(target)) if _kept(case.name, filters)]
     with_costs = not quick and _kept(COSTS, filters)
@@ -129,6 +135,32 @@ def command(
         rows=rows,
         costs=costs,
     )
+    _deliver(outcome, json_file, as_markdown)
+
+
+def _bench_gpu(
+    target: str,
+    filters: tuple[str, ...],
+    rounds: int | None,
+    seconds: float | None,
+    json_file: Path | None,
+    as_markdown: bool,
+    only_list: bool,
+) -> None:
+    from tilewright.codegen.bench import gpu_cases, gpu_command
+
+    chosen = [case for case in gpu_cases.CASES if _kept(case.name, filters)]
+    with_costs = _kept(COSTS, filters)
+    if only_list:
+        click.echo("\n".join([case.name for case in chosen] + [COSTS] * with_costs))
+        return
+    outcome = gpu_command.bench(target, chosen, with_costs=with_costs, rounds=rounds, seconds=seconds)
+    _deliver(outcome, json_file, as_markdown)
+
+
+def _deliver(outcome: Report, json_file: Path | None, as_markdown: bool) -> None:
+    from tilewright.codegen.bench import report
+
     if json_file is not None:
         json_file.write_text(outcome.to_json())
     if as_markdown:

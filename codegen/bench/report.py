@@ -95,7 +95,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         command, machine: for the caption of a table.
-        flops, bandwidth: the machine's measured limits (flop/s in f32, byte/s), None where not measured.
+        flops, bandwidth: the machine's measured limits (flop/s of `product`, byte/s), None where not measured.
         tiles, tile_peak: those of AMX (roofline.Limits), None where it has none.
         skipped: rows that were not timed, with the reason.
         others: CPUs that other processes kept busy meanwhile.
@@ -114,6 +114,7 @@ class Report(msgspec.Struct, frozen=True):
     tile_peak: float | None = None
     skipped: dict[str, str] = {}
     schema: int = SCHEMA
+    product: str = "f32 multiply-add"
 
     @property
     def median_gain(self) -> float | None:
@@ -166,7 +167,7 @@ def notes(report: Report) -> list[str]:
     if report.flops and report.bandwidth:
         lines.append(
             f"limits measured in this run: {report.bandwidth / 1e9:.1f} GB/s read, {report.flops / 1e9:.0f} GFLOP/s "
-            "f32 multiply-add"
+            f"{report.product}"
         )
     if report.tiles and report.tile_peak:
         lines.append(

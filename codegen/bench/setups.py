@@ -15,7 +15,7 @@ from tilewright.codegen.bench.inputs import SEED
 from tilewright.codegen.bench.protocol import Call, Contestant
 from tilewright.codegen.tolerances import Tolerance
 from tilewright.runtime import env
-from tilewright.runtime.dispatch import kernel
+from tilewright.runtime.dispatch import CPU, kernel
 from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.workload import Workload
 
@@ -113,8 +113,7 @@ class Roots:
         self._set_path(os.pathsep.join(filter(None, (str(self._untuned), self._given))) if untuned else self._given)
         kernel.cache_clear()
         for item in needed(workload):
-            sizes = () if item.head_dim_qk is None else (item.group, item.head_dim_qk, item.head_dim_vo)
-            kernel(item.operator, item.dtype, *sizes)
+            kernel(item.operator, item.dtype, item.group, item.head_dim_qk, item.head_dim_vo, CPU)
 
 
 def copies(data: int, cold: int) -> int:

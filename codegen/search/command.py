@@ -128,6 +128,7 @@ def choose_target(workload: Workload, name: str) -> str:
         target
         for target in TARGETS.values()
         if target.packaged
+        and target.device == "cpu"
         and not missing_features(target.features)
         and any((other.operator, other.dtype) == kind for other in all_workloads(target.name))
     ]

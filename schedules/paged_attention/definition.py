@@ -6,7 +6,7 @@ it; docs/kernel-abi.md has the argument tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,35 @@ class PageTable:
 def i64(value: tirx.Expr | int) -> tirx.Expr:
     """As an int64 expression."""
     return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
+
+
+# The algebra of one score and of one state, for the stages below and for kernels that are generated (spaces/): a target
+# passes its own elementary functions where the polynomials of vector_math are not the fastest.
+Unary = Callable[[tirx.Expr], tirx.Expr]
+
+
+def visible_bounds(
+    position: tirx.Expr, end: tirx.Expr, window: tirx.Expr, lookahead: tirx.Expr
+) -> tuple[tirx.Expr, tirx.Expr]:
+    """(lo, hi) of a query at `position` over keys that end before `end`: it sees key positions lo < j <= hi."""
+    return position - window, tirx.min(position + lookahead, end - 1)
+
+
+def score(
+    product: tirx.Expr,
+    scale_log2: tirx.Expr,
+    cap_log2: tirx.Expr,
+    scale_over_cap: tirx.Expr,
+    tanh: Unary = tanh,
+) -> tirx.Expr:
+    """The base-2 logit of a product q . k: scaled, with a soft-cap where there is one."""
+    # A branch, not a select: tanh would cost all calls without a cap.
+    return tirx.if_then_else(cap_log2 > f32(0.0), cap_log2 * tanh(product * scale_over_cap), product * scale_log2)
+
+
+def masked(score: tirx.Expr, position: tirx.Expr, lo: tirx.Expr, hi: tirx.Expr) -> tirx.Expr:
+    """The score of the key at `position`, -inf (probability exactly 0) outside the query's bounds."""
+    return tirx.Select(tirx.And(position > lo, position <= hi), score, negative_infinity())
 
 
 def finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
@@ -201,13 +230,12 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     Vf = te.compute((W, Hk, chunks, C, Dv), lambda *x: Vg(*x).astype("float32"), name="Vf")
 
     # Visible key positions of row r: bound_lo < position <= bound_hi.
-    row_position = lambda w, r: items[w, POS] + tirx.floordiv(r, G).astype("int32")  # noqa: E731
-    bound_lo = te.compute((W, Hk, M), lambda w, h, r: row_position(w, r) - window, name="bound_lo")
-    bound_hi = te.compute(
-        (W, Hk, M),
-        lambda w, h, r: tirx.min(row_position(w, r) + lookahead, items[w, KV_BEGIN] + items[w, KV_LEN] - 1),
-        name="bound_hi",
-    )
+    def bounds(w: tirx.Expr, r: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        position = items[w, POS] + tirx.floordiv(r, G).astype("int32")
+        return visible_bounds(position, items[w, KV_BEGIN] + items[w, KV_LEN], window, lookahead)
+
+    bound_lo = te.compute((W, Hk, M), lambda w, h, r: bounds(w, r)[0], name="bound_lo")
+    bound_hi = te.compute((W, Hk, M), lambda w, h, r: bounds(w, r)[1], name="bound_hi")
 
     d = te.reduce_axis((i64(0), D), "d")
     S = te.compute(
@@ -216,14 +244,8 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     def options(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
         position = items[w, KV_BEGIN] + table.offset(w, c, t).astype("int32")
-        # A branch, not a select: tanh would cost all calls without a cap.
-        score = tirx.if_then_else(
-            cap_log2 > f32(0.0),
-            cap_log2 * tanh(S[w, h, c, t, r] * scale_over_cap),
-            S[w, h, c, t, r] * scale_log2,
-        )
-        visible = tirx.And(position > bound_lo[w, h, r], position <= bound_hi[w, h, r])
-        return tirx.Select(visible, score, negative_infinity())
+        transformed = score(S[w, h, c, t, r], scale_log2, cap_log2, scale_over_cap)
+        return masked(transformed, position, bound_lo[w, h, r], bound_hi[w, h, r])
 
     X = te.compute((W, Hk, chunks, C, M), options, name="X")
     power = exp2 if workload.dtype == "f32" else exp2_short
@@ -306,14 +328,14 @@ def softmax_monoid() -> tirx.CommReducer:
     return te.comm_reducer(joined_states, identity, name="softmax")
 
 
-def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr) -> tirx.Expr:
+def normaliser(maximum: tirx.Expr, total: tirx.Expr, sink: tirx.Expr, exp2: Unary = exp2) -> tirx.Expr:
     """1 / (sum + 2**(sink - max)), written so that no exponent is positive; 0 for an empty row."""
     shift = finite_or_zero(tirx.Select(maximum > sink, maximum, sink))
     denominator = total * exp2(maximum - shift) + exp2(sink - shift)
     return tirx.Select(total == f32(0.0), f32(0.0), exp2(maximum - shift) / denominator)
 
 
-def natural_lse(maximum: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+def natural_lse(maximum: tirx.Expr, total: tirx.Expr, log2: Unary = log2) -> tirx.Expr:
     """ln(sum of 2**score) of a state; -inf where it is empty, NaN where its sum is."""
     # A NaN must not look like an empty state, which a merge ignores: comparisons have dropped it from the maximum.
     known = tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))

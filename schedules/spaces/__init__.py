@@ -1,7 +1,8 @@
 """What each target adds to a definition: the decisions of the search and how they become a schedule.
 
 One file per operator family and target family, `<family>_<target family>.py` (`paged_x86.py`, `paged_amx.py`);
-each has `space(workload, target) -> Space` and may import tvm. This file does not.
+each has `space(workload, target) -> Space` and may import tvm; parts of it may lie in files beside it. This file does
+not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import tvm
 
 Decisions = Mapping[str, int]
+# Attribute of a GPU function whose kernel may be launched before the kernel before it has ended: it waits by itself.
+PROGRAMMATIC = "tilewright.programmatic"
 
 FAMILIES = {
     "paged_decode": "paged",

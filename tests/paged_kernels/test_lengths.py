@@ -12,7 +12,7 @@ REQUESTS = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_decode_lengths(modules, dtype, size):
+def test_decode_lengths(device, modules, dtype, size):
     """P01, P06, P07, P08, P21, P35: around every tile edge, an empty request; all that is unused is NaN."""
     modules.use(size)
     out, lse = check(decode_batch(size, REQUESTS, dtype=dtype), decode=True)
@@ -21,7 +21,7 @@ def test_decode_lengths(modules, dtype, size):
 
 @pytest.mark.parametrize("from_pool", [False, True], ids=["new", "pool"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_extend_lengths(modules, dtype, size, from_pool):
+def test_extend_lengths(device, modules, dtype, size, from_pool):
     """P01, P07, P21, P35: query blocks of 8, 12, 16 and 48 tokens and one more or less, prefixes at tile edges."""
     modules.use(size)
     prefixes, news = [0, 127, 64, 300, 0, 17, 15, 5], [13, 1, 12, 0, 17, 49 if size.dim <= 80 else 9, 16, 7]
@@ -31,7 +31,7 @@ def test_extend_lengths(modules, dtype, size, from_pool):
 @pytest.mark.parametrize(("size", "dtype"), [(SPECIAL[2], torch.float32), (SPECIAL[0], torch.bfloat16),
                          (Size(64, 64, 1, 1), torch.float16)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("new", [1, 2, 11, 12, 13, 33, 47, 48, 49])
-def test_extend_prefix_sweep(modules, size, dtype, new):
+def test_extend_prefix_sweep(device, modules, size, dtype, new):
     """P22, P23: every prefix around the edges in one batch; requests of one token are no decode."""
     modules.use(size)
     prefixes = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 128] if size.group == 1 else [0, 16, 97, 130]

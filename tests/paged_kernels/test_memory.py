@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 from batches import poisoned
-from layouts import INDEX_NAMES, INDEXES, LAYOUTS, lay_out
+from layouts import EDGES, INDEX_NAMES, INDEXES, LAYOUTS, lay_out
 from paged_calls import check, run, same_bits
 from paged_sizes import BOTH, decode_batch, paged_batch
 
@@ -17,7 +17,7 @@ from tilewright.runtime.plan import PlanBuffers, plan_decode
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
-def test_unused_memory_is_not_read(modules, monkeypatch, size, poison, decode):
+def test_unused_memory_is_not_read(device, modules, monkeypatch, size, poison, decode):
     """P07, P08, P11, P25: unused slots (padding slot 0 too), spare pages, workspaces and outputs change no bit.
 
     Table entries past a request's keys point far outside the pool: to touch one would crash.
@@ -39,14 +39,14 @@ def test_unused_memory_is_not_read(modules, monkeypatch, size, poison, decode):
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)
-def test_workspace_content_does_not_matter(modules, many_threads, size):
+def test_workspace_content_does_not_matter(device, modules, many_threads, size):
     """P25: partial states start from nothing; a workspace full of NaN gives the bits of one full of zeros."""
     modules.use(size, split=True)
     batch = decode_batch(size, [70, 200, 0])
     results = []
     for content in (0.0, math.nan, 1e30):
         buffers = PlanBuffers.allocate(
-            items=99, rows=99, partials=999, num_qo_heads=batch.q.shape[1], head_dim_vo=size.dim_vo, device="cpu"
+            items=99, rows=99, partials=999, num_qo_heads=batch.q.shape[1], head_dim_vo=size.dim_vo, device=device
         )
         buffers.part_o.fill_(content), buffers.part_lse.fill_(content)
         plan = plan_decode(batch.seq_lens, buffers=buffers, **size.plan)
@@ -75,14 +75,15 @@ def test_page_sizes(modules, page_size):
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "interleaved"][1:])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
-def test_layouts_give_the_same_bits(modules, dtype, size, layout, decode):
+def test_layouts_give_the_same_bits(device, modules, dtype, size, layout, decode):
     """P34, R07, R09: strided and interleaved pools, strided q, k, v and out; nothing around an output is written."""
     modules.use(size)
     batch = paged_batch(size, [4, 60], [1, 1] if decode else [13, 2], dtype=dtype, from_pool=decode)
     expected = run(batch, decode=decode)
     lay_out(batch, layout)
-    wide = poisoned(batch.q.shape[0], 2, batch.q.shape[1], size.dim_vo + 3, dtype=dtype)
-    out = wide[:, 1, :, 2:-1]
+    before, after = EDGES[device.type]
+    wide = poisoned(batch.q.shape[0], 2, batch.q.shape[1], before + size.dim_vo + after, dtype=dtype)
+    out = wide[:, 1, :, before:-after]
     assert same_bits(run(batch, decode=decode, out=out), expected)
     out.fill_(math.nan)
     assert wide.isnan().all(), "memory around out was written"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batches import as_numpy, poisoned
-from layouts import INDEXES, strided
+from layouts import EDGES, INDEXES, strided
 from paged_calls import check, run, same_bits
 from paged_sizes import BOTH, decode_batch
 from tolerances import MERGE, PAGED, assert_close, assert_lse_close
@@ -17,9 +17,9 @@ from tilewright.schedules.paged_attention import reference
 
 
 @pytest.mark.parametrize("dim", [1, 13, 64, 128, 512])
-def test_merge(dtype, dim):
+def test_merge(device, dtype, dim):
     """P02: empty states first, last, all, between; NaN in their values stays there."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     o = torch.randn(4, 6, 3, dim, generator=generator).to(dtype)
     lse = torch.randn(4, 6, 3, generator=generator) * 20
     lse[:, 0], lse[1:, 1], lse[:3, 2], lse[1:3, 3], lse[0, 4] = (-math.inf,) * 5
@@ -77,13 +77,14 @@ def test_prefix_and_suffix_merge_to_one_pass(modules, size):
 
 @pytest.mark.parametrize(("heads", "dim", "dim_vo"), [(2, 128, 128), (3, 13, 55), (1, 576, 512), (1, 1, 1)])
 @pytest.mark.parametrize("index", INDEXES)
-def test_write(dtype, heads, dim, dim_vo, index):
+def test_write(device, dtype, heads, dim, dim_vo, index):
     """P37: -1 is skipped, the last and the first slot are written, guard slots and bytes between rows are not."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     k, v = (strided(torch.randn(6, heads, n, generator=generator).to(dtype)) for n in (dim, dim_vo))
     k[1] = v[1] = math.nan  # of the row that is skipped
-    pools = [poisoned(12, heads + 1, n + 3, dtype=dtype) for n in (dim, dim_vo)]
-    k_buffer, v_buffer = pools[0][1:-1, :heads, 1 : 1 + dim], pools[1][1:-1, :heads, 1 : 1 + dim_vo]
+    before, after = EDGES[device.type]
+    pools = [poisoned(12, heads + 1, before + n + after, dtype=dtype) for n in (dim, dim_vo)]
+    k_buffer, v_buffer = (pool[1:-1, :heads, before:-after] for pool in pools)
     loc = torch.tensor([9, -1, 0, 7, -1, 3])
     expected = [reference.write(as_numpy(x), as_numpy(b), as_numpy(loc)) for x, b in ((k, k_buffer), (v, v_buffer))]
     write_kv(k, v, k_buffer, v_buffer, INDEXES[index](loc))
@@ -111,7 +112,7 @@ def test_write_into_an_aliased_pool():
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)
-def test_decode_writes_then_attends(modules, dtype, size):
+def test_decode_writes_then_attends(device, modules, dtype, size):
     """The key and value given to decode are seen by its query."""
     modules.use(size)
     batch = decode_batch(size, [5, 64, 3], dtype=dtype)

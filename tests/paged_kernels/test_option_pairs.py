@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from batches import as_numpy
 from layouts import INDEX_NAMES, INDEXES, LAYOUTS, lay_out, strided
 from paged_calls import ORACLE_OPTIONS, run
-from paged_sizes import SIZES, paged_batch
+from paged_sizes import SIZES, SPECIAL, paged_batch
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime.plan import plan_decode, plan_extend
@@ -47,19 +48,22 @@ def possible(row):
     )
 
 
-def pairwise(seed):
-    """Rows over AXES in which any two values that may stand together do so."""
+GPU_AXES = AXES | {"dtype": [torch.bfloat16, torch.float16], "size": SPECIAL}
+
+
+def pairwise(seed, axes):
+    """Rows over `axes` in which any two values that may stand together do so."""
     generator = random.Random(seed)
 
     def pairs(row):
         return set(itertools.combinations(row.items(), 2))
 
     def draw(fixed):
-        return {name: fixed.get(name, generator.choice(values)) for name, values in AXES.items()}
+        return {name: fixed.get(name, generator.choice(values)) for name, values in axes.items()}
 
     todo = dict.fromkeys(
         (a, b)
-        for (first, ones), (second, others) in itertools.combinations(AXES.items(), 2)
+        for (first, ones), (second, others) in itertools.combinations(axes.items(), 2)
         for a in [(first, value) for value in ones]
         for b in [(second, value) for value in others]
     )
@@ -76,8 +80,15 @@ def pairwise(seed):
     return rows
 
 
-@pytest.mark.parametrize("row", pairwise(2024), ids=lambda row: f"{row['phase']}-{row['size']}")
-def test_pairs_of_options(modules, monkeypatch, row):
+ROWS = [
+    *(pytest.param("cpu", row, id=f"{row['phase']}-{row['size']}") for row in pairwise(2024, AXES)),
+    *(pytest.param("cuda", row, id=f"cuda-{row['phase']}-{row['size']}", marks=pytest.mark.cuda)
+      for row in pairwise(2025, GPU_AXES)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "row"), ROWS, indirect=["device"])
+def test_pairs_of_options(device, modules, monkeypatch, row):
     """P15, P16, P38: no option is dropped or disturbed because another one is on."""
     size, decode = row["size"], row["phase"] == "decode"
     if row["split"]:
@@ -135,7 +146,7 @@ def test_pairs_of_options(modules, monkeypatch, row):
     out = {"new": None, "given": batch.out(), "strided": strided(batch.out())}[row["out"]]
     result = run(batch, decode=decode, out=out, return_lse=row["return_lse"], **options)
     result = result if row["return_lse"] else (result, None)
-    nobody = np.setdiff1d(np.arange(len(batch.q)), tokens.numpy())
+    nobody = np.setdiff1d(np.arange(len(batch.q)), as_numpy(tokens))
     if out is None:
         expected[0][nobody], expected[1][nobody] = 0, -math.inf
     assert_close(result[0], expected[0], PAGED[row["dtype"]])

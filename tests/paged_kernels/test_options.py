@@ -17,7 +17,7 @@ from tilewright.runtime import dispatch
     {"logit_cap": 50.0}, {"sm_scale": 0.3}, {"window": 33, "logit_cap": 2.0}, {"causal": False},
     {"causal": False, "window": 40},
 ], ids=lambda o: "-".join(map(str, itertools.chain(*o.items()))))  # fmt: skip
-def test_option_has_its_effect(modules, size, options):
+def test_option_has_its_effect(device, modules, size, options):
     """P15, P16: right with the option and different without; raw scores reach some hundred; one module serves all."""
     modules.use(size)
     batches = [paged_batch(size, [129, 200, 3], [5, 1, 13])]
@@ -31,7 +31,7 @@ def test_option_has_its_effect(modules, size, options):
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)
-def test_window_edge(modules, size):
+def test_window_edge(device, modules, size):
     """P13: of one-hot keys the one at p - window + 1 is seen, the one before is not; decode and extend agree."""
     modules.use(size)
     for window, keys in ((4, 6), (16, 33), (64, 65), (128, 200)):
@@ -70,7 +70,7 @@ SINKS = {"some": [0.5, -math.inf, 3.0], "none": [-math.inf] * 3, "huge": [200.0,
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("sinks", SINKS)
-def test_sinks(modules, many_threads, size, split, sinks):
+def test_sinks(device, modules, many_threads, size, split, sinks):
     """A sink takes weight once (however the keys are split) and is in out, not in lse."""
     modules.use(size, split=split)
     heads = size.group * size.kv_heads
@@ -83,7 +83,7 @@ def test_sinks(modules, many_threads, size, split, sinks):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_queries_before_the_first_key(modules, size):
+def test_queries_before_the_first_key(device, modules, size):
     """P03, P38: k = v = None and more query tokens than keys: rows without a key are 0 and -inf, V = 1 gives 1."""
     modules.use(size)
     batch = paged_batch(size, [-33, 2, -1, -7], [64 if size.dim <= 80 else 40, 2, 1, 5], from_pool=True)
@@ -93,7 +93,7 @@ def test_queries_before_the_first_key(modules, size):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_cross_attention(modules, dtype, size):
+def test_cross_attention(device, modules, dtype, size):
     """P38: kv_lens, from column kv_start on, without a causal rule; an encoder without keys."""
     modules.use(size)
     starts = torch.tensor([3, 0, 2])
@@ -124,7 +124,7 @@ def test_scores_below_any_sentinel(modules, size):
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
-def test_nan_query_gives_its_row_nan(modules, many_threads, dtype, size, decode, split):
+def test_nan_query_gives_its_row_nan(device, modules, many_threads, dtype, size, decode, split):
     """P09: the row of a NaN query is NaN, lse too (else a merge would drop it); no other row or head changes a bit."""
     modules.use(size, split=split)
     batch = paged_batch(size, [15, 15, 40], [1] * 3 if decode else [1, 5, 3], from_pool=decode, dtype=dtype)

@@ -153,7 +153,7 @@ def test_a_foreign_parallel_module_runs_as_it_did(toy_root, tmp_path, runtime, o
     right(load(toys.PARALLEL))
     right(load(toys.WORKSPACE), 64000)
     assert pointer(str(ROOT / toys.TARGET / toys.PARALLEL.name / "module.so")) == ctypes.cast(
-        ctypes.CDLL(str(store._launcher.path)).tilewright_launch, ctypes.c_void_p).value
+        ctypes.CDLL(str(store._launchers["cpu"].path)).tilewright_launch, ctypes.c_void_p).value
     """
     ours = textwrap.dedent(ours)
     theirs = "function = load_foreign()\n"

@@ -204,14 +204,14 @@ def test_a_damaged_module_is_never_opened(tmp_path, monkeypatch):
 
 
 def test_a_module_without_its_launcher_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_launcher", None)
+    monkeypatch.setattr(store, "_launchers", {})
     put(tmp_path)
     with pytest.raises(IntegrityError, match="launcher: missing, the modules beside it need it; tilewright build"):
         store.load(WORKLOAD, root=tmp_path)
 
 
 def test_a_damaged_launcher_is_never_opened(tmp_path, toy_root, monkeypatch):
-    monkeypatch.setattr(store, "_launcher", None)
+    monkeypatch.setattr(store, "_launchers", {})
     root = shutil.copytree(toy_root, tmp_path / "copy")
     library = root / AVX2 / "launcher" / "liblauncher.so"
     library.write_bytes(library.read_bytes()[:-1] + b"!")
@@ -299,7 +299,7 @@ def test_policy_missing_builds_and_never_does_not(tmp_path, monkeypatch):
     assert asked == []
     monkeypatch.setenv("TILEWRIGHT_BUILD_POLICY", "missing")
     with pytest.raises(IntegrityError, match="launcher"):  # found what was built; the launcher is not part of this test
-        monkeypatch.setattr(store, "_launcher", None)
+        monkeypatch.setattr(store, "_launchers", {})
         store.load(WORKLOAD, root=tmp_path)
     assert asked == [(WORKLOAD, None, tmp_path)]
 
@@ -310,3 +310,73 @@ def test_a_failed_build_shows_what_the_builder_said(tmp_path, monkeypatch):
     with pytest.raises(BuildError, match="lightning_decode-f32-d3v5: .* failed") as caught:
         store.load(impossible, AMX, root=tmp_path)
     assert "x86-amx" in str(caught.value)
+
+
+# ---- GPUs
+
+SM90, SM80 = "cuda-sm90a", "cuda-sm80"
+
+
+def gpus(monkeypatch, *capabilities):
+    monkeypatch.setattr(features, "visible_gpus", lambda: capabilities)
+
+
+def test_code_for_gpus_runs_on_its_own_generation():
+    assert {"sm_80", "sm_86", "sm_89"} <= features.gpu_features((8, 9)) and "sm_90" not in features.gpu_features((8, 9))
+    assert {"sm_90", "sm_90a"} <= features.gpu_features((9, 0)) and "sm_80" not in features.gpu_features((9, 0))
+    assert features.missing_features(["sm_90a"], (10, 0)) == ["sm_90a"]
+    assert features.missing_features(["sm_80"], (8, 6)) == []
+
+
+def test_the_device_of_the_tensors_decides(tmp_path, monkeypatch):
+    """CPU tensors never take a CUDA module, nor the other way about; of CUDA targets the device's own is taken."""
+    gpus(monkeypatch, (9, 0), (8, 6))
+    folders = {name: put(tmp_path, name) for name in (AVX2, SM90, SM80)}
+    assert store.find(WORKLOAD, root=tmp_path).found.folder == folders[AVX2]
+    assert store.find(WORKLOAD, root=tmp_path, capability=(9, 0)).found.folder == folders[SM90]
+    assert store.find(WORKLOAD, root=tmp_path, capability=(8, 6)).found.folder == folders[SM80]
+    assert store.find(WORKLOAD, SM90, root=tmp_path).found.folder == folders[SM90]
+    gpus(monkeypatch)
+    search = store.find(WORKLOAD, SM90, root=tmp_path)
+    assert search.state == "unusable" and "no visible CUDA device" in str(search.passed_over[0])
+    search = store.find(WORKLOAD, SM90, root=tmp_path, capability=(8, 6))
+    assert "expected a device that runs sm_90a, got compute capability 8.6" in str(search.passed_over[0])
+
+
+def test_a_forced_target_is_for_its_own_device(tmp_path, monkeypatch):
+    folders = {name: put(tmp_path, name) for name in (AVX2, SM90)}
+    monkeypatch.setenv("TILEWRIGHT_TARGET", AVX2)
+    assert store.find(WORKLOAD, root=tmp_path, capability=(9, 0)).found.folder == folders[SM90]
+    monkeypatch.setenv("TILEWRIGHT_TARGET", SM90)
+    assert store.find(WORKLOAD, root=tmp_path).found.folder == folders[AVX2]
+    assert [target.name for target in store.candidate_targets()] == [SM90]
+
+
+def test_a_missing_cuda_module_names_the_command_for_the_device(tmp_path):
+    for capability, target in (((9, 0), SM90), ((8, 0), SM80)):
+        with pytest.raises(MissingModuleError, match=f"tilewright build {WORKLOAD.name} --target {target}\nlooked at"):
+            store.load(WORKLOAD, root=tmp_path, capability=capability)
+    with pytest.raises(
+        MissingModuleError, match=r"No target is for compute capability 10.0, expected .*cuda-sm90a \(sm_9"
+    ):
+        store.load(WORKLOAD, root=tmp_path, capability=(10, 0))
+
+
+def test_a_damaged_cubin_is_never_given_to_the_driver(tmp_path, monkeypatch):
+    folder = put(tmp_path, SM90)
+    (folder / "module.cubin").write_bytes(b"code")
+    read = manifest.read_manifest(folder)
+    files = read.files | {"module.cubin": manifest.file_entry(folder / "module.cubin")}
+    (folder / "manifest.json").write_bytes(manifest.encode_manifest(msgspec.structs.replace(read, files=files)))
+    (folder / "module.cubin").write_bytes(b"evil")
+
+    class Launcher(store.CudaLauncher):
+        def __init__(self):
+            pass
+
+        def load(self, *arguments):
+            pytest.fail("opened")
+
+    monkeypatch.setattr(store, "_get_launcher", lambda artifact: Launcher())
+    with pytest.raises(IntegrityError, match="module.cubin: sha256: expected"):
+        store.load(WORKLOAD, root=tmp_path, capability=(9, 0))

@@ -1,0 +1,136 @@
+"""Device functions that generated CUDA kernels call: what neither tirx nor its PTX table says in one expression."""
+
+# ruff: noqa: E501  (sources of device functions)
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.tirx.layout import Layout, S, TileLayout
+
+
+def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, ...]) -> Layout:
+    """The layout of a parameter with these strides, in elements; a buffer's own `strides` are checked, but not used."""
+    return TileLayout(S[shape:strides])
+
+
+def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
+    source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
+    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void"}
+
+    def call(*arguments: tirx.Expr) -> tirx.Expr:
+        return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])
+
+    return call
+
+
+exp2 = _function(
+    "tw_exp2", "float", "float x", 'float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;'
+)
+"""2**x; 0 for -inf."""
+exp2_in_order = _function(
+    "tw_exp2_in_order",
+    "float",
+    "float x",
+    'float y; asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;',
+)
+"""exp2 that stays where it is written among waits: the compiler would move it behind the products it should hide in."""
+log2 = _function("tw_log2", "float", "float x", 'float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;')
+"""Binary logarithm."""
+# tanh.approx is off by 5e-4, too much for a soft-cap of 50. Near 0 the quotient cancels.
+tanh = _function(
+    "tw_tanh",
+    "float",
+    "float x",
+    'float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 2.8853900817779268f)); '
+    "float s = x * x; "
+    "float small = x + x * s * (-1.f / 3 + s * (2.f / 15 + s * (-17.f / 315 + s * (62.f / 2835)))); "
+    "return s < 0.0625f ? small : 1.f - __fdividef(2.f, 1.f + e);",
+)
+"""Hyperbolic tangent with a relative error of 2e-6, so that a large soft-cap costs no accuracy."""
+
+quad_max = _function(
+    "tw_quad_max",
+    "float",
+    "float x",
+    "x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1)); return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));",
+)
+"""Maximum over the four lanes of a row; NaN is dropped, as by comparisons."""
+quad_sum = _function(
+    "tw_quad_sum",
+    "float",
+    "float x",
+    "x += __shfl_xor_sync(0xffffffffu, x, 1); return x + __shfl_xor_sync(0xffffffffu, x, 2);",
+)
+"""Sum over the four lanes of a row."""
+warp_max = _function(
+    "tw_warp_max",
+    "float",
+    "float x",
+    "for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, i)); return x;",
+)
+"""Maximum over a warp; NaN is dropped."""
+warp_sum = _function(
+    "tw_warp_sum",
+    "float",
+    "float x",
+    "for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(0xffffffffu, x, i); return x;",
+)
+"""Sum over a warp."""
+shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
+"""Another lane's int32."""
+
+hold = _function("tw_hold", "void", "float* x", 'asm volatile("" : "+f"(*x) :: "memory");')
+"""Nothing that uses this register moves before this line: for accumulators behind the wait for their product."""
+
+finish_first = _function(
+    "tw_finish_first",
+    "void",
+    "float x",
+    'asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p exit; }" :: "f"(x) : "memory");',
+)
+"""What `x` >= 0 depends on is worked out before anything that follows: ends a block of code for the scheduler."""
+
+load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(const unsigned*)p;")
+"""Two 16-bit numbers from an address that is a multiple of four."""
+
+_COPY = 'asm volatile("cp.async.cg.shared.global{hint} [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");'
+copy16 = _function("tw_copy16", "void", "void* to, const void* from", _COPY.format(hint=".L2::128B"))
+"""Start an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16."""
+address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
+"""A pointer as an int64."""
+copy_row16 = _function(
+    "tw_copy_row16",
+    "void",
+    "void* to, long long first, long long stride, int row, int offset",
+    "const char* from = (const char*)(first + row * stride + offset); " + _COPY.format(hint=".L2::128B"),
+)
+"""copy16 from a row of a tensor, given the address of its first row; stride and offset in bytes."""
+let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
+"""The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
+await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')
+"""Wait for all writes of the kernel before; at once where this one was launched after its end."""
+
+PACK = {
+    "bf16": _function(
+        "tw_pack_bf16",
+        "unsigned",
+        "float a, float b",
+        'unsigned r; asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(a), "f"(b)); return r;',
+    ),
+    "fp16": _function(
+        "tw_pack_fp16",
+        "unsigned",
+        "float a, float b",
+        'unsigned r; asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(a), "f"(b)); return r;',
+    ),
+}
+"""Two f32 rounded to nearest and packed into a word, the first in its low half."""
+
+copy_vector = _function("tw_copy_vector", "void", "void* to, const void* from", "*(uint4*)to = *(const uint4*)from;")
+"""Sixteen bytes from global memory to global memory, both aligned to 16."""
+store_word = _function("tw_store_word", "void", "void* p, unsigned x", "*(unsigned*)p = x;")
+"""Four bytes to an address that is a multiple of four."""
+store_two = _function("tw_store_two", "void", "float* p, float a, float b", "*(float2*)p = make_float2(a, b);")
+"""Two f32 to an address that is a multiple of eight."""

@@ -1,0 +1,419 @@
+# mypy: ignore-errors
+# (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
+"""Paged decode on tensor cores: one CTA a work item and KV head, the query group as rows of mma.m16n8k16.
+
+Each warp walks tiles of 16 keys of its own, gathered through the page table by cp.async into a ring in shared memory,
+and keeps a softmax state (maximum, sum, values) in registers; the warps' states are joined at the end. The algebra is
+the definition's (paged_attention/definition.py); this file says who computes which part of it.
+
+Keys that the query does not see are never read: the item's range is cut to the visible one first, and what a tile has
+beyond it repeats the last visible key with probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tilewright.schedules.intrinsics.cuda import (
+    PACK,
+    copy16,
+    exp2,
+    let_next_start,
+    load_pair,
+    log2,
+    quad_max,
+    quad_sum,
+    shuffle,
+    store_two,
+    store_word,
+    strided,
+    tanh,
+)
+from tilewright.schedules.paged_attention.definition import (
+    ITEM_COLUMNS,
+    KV_BEGIN,
+    KV_LEN,
+    PART,
+    POS,
+    Q_LEN,
+    Q_ROW,
+    REQUEST,
+    TVM_DTYPE,
+    finite_or_zero,
+    natural_lse,
+    normaliser,
+    score,
+    visible_bounds,
+)
+from tilewright.schedules.vector_math import LOG2_E
+from tilewright.schedules.workload import Workload
+
+TILE = 16  # keys of a tile: the depth of one mma
+MOST_GROUP = 16
+_MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+
+
+def pitch(dim: int) -> int:
+    """Elements from one row of a tile in shared memory to the next."""
+    return dim if dim % 64 == 0 else dim + 8
+
+
+def place(row: tirx.Expr, chunk: tirx.Expr, dim: int) -> tirx.Expr:
+    """Where the 16-byte chunk of a row lies in a tile, in elements: eight rows' chunks never share a bank."""
+    if dim % 64 == 0:
+        return row * dim + (chunk ^ (row % 8)) * 8
+    return row * pitch(dim) + chunk * 8
+
+
+def ring_elements(workload: Workload, warps: int, stages: int) -> int:
+    """Elements of 16 bits in shared memory."""
+    return warps * stages * TILE * (pitch(workload.head_dim_qk) + pitch(workload.head_dim_vo))
+
+
+def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> tirx.PrimFunc:
+    """The kernel of docs/kernel-abi.md for one query token an item.
+
+    Args:
+        workload: operator "paged_decode", 16-bit, group at most MOST_GROUP, head dims multiples of 16.
+        decisions: `warps` of a CTA, `stages` of a warp's ring.
+        hopper: whether the merge that follows may start early.
+    """
+    G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
+    NW, NST = decisions["warps"], decisions["stages"]
+    dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{_MMA_TYPE[workload.dtype]}.{_MMA_TYPE[workload.dtype]}.f32"
+    HALVES = 1 if G <= 8 else 2  # eight rows each; registers of unused ones stay zero
+    KROW, VROW = pitch(D), pitch(Dv)
+    STAGE = TILE * (KROW + VROW)
+    KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
+    THREADS = 32 * NW
+    RING = max(NW * NST * STAGE, 2 * NW * G * Dv + 4 * NW * G if NW > 1 else 0)
+    NEG = float("-inf")
+
+    @T.prim_func
+    def paged_decode(
+        q_: T.handle,
+        k_: T.handle,
+        v_: T.handle,
+        req_to_token_: T.handle,
+        req_pool_indices_: T.handle,
+        kv_start_: T.handle,
+        items_: T.handle,
+        sinks_: T.handle,
+        out_: T.handle,
+        lse_: T.handle,
+        part_o_: T.handle,
+        part_lse_: T.handle,
+        scale_log2: T.float32,
+        cap_log2: T.float32,
+        scale_over_cap: T.float32,
+        window: T.int32,
+        lookahead: T.int32,
+    ):
+        T.func_attr({"global_symbol": "paged_decode"})
+        tokens, heads, slots, table_rows, table_columns, requests, W, partials = (
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+        )
+        q0, q1, k0, k1, v0, v1, o0, o1, l0, l1, t0, t1, i0, s0 = (
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+        )
+        q = T.match_buffer(
+            q_,
+            (tokens, heads * G, D),
+            dtype,
+            strides=(q0, q1, 1),
+            align=4,
+            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
+        )
+        k_buffer = T.match_buffer(
+            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
+        )
+        v_buffer = T.match_buffer(
+            v_,
+            (slots, heads, Dv),
+            dtype,
+            strides=(v0, v1, 1),
+            align=16,
+            layout=strided((slots, heads, Dv), (v0, v1, 1)),
+        )
+        req_to_token = T.match_buffer(
+            req_to_token_,
+            (table_rows, table_columns),
+            "int32",
+            strides=(t0, t1),
+            align=4,
+            layout=strided((table_rows, table_columns), (t0, t1)),
+        )
+        req_pool_indices = T.match_buffer(
+            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
+        )
+        kv_start = T.match_buffer(
+            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
+        )
+        items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
+        sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
+        out = T.match_buffer(
+            out_,
+            (tokens, heads * G, Dv),
+            dtype,
+            strides=(o0, o1, 1),
+            align=4,
+            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
+        )
+        lse = T.match_buffer(
+            lse_,
+            (tokens, heads * G),
+            "float32",
+            strides=(l0, l1),
+            align=4,
+            layout=strided((tokens, heads * G), (l0, l1)),
+        )
+        part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
+        part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
+        T.device_entry()
+        hk, w = T.cta_id([T.Cast("int32", heads), T.Cast("int32", W)])
+        tx = T.thread_id([THREADS])
+        ring = T.alloc_buffer((RING,), dtype, scope="shared.dyn", align=1024)
+        if items[w, Q_LEN] > 0:
+            q_row: T.int32 = items[w, Q_ROW]
+            part: T.int32 = items[w, PART]
+            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(items[w, POS], end, window, lookahead)[0] + 1)
+            keys: T.int32 = visible_bounds(items[w, POS], end, window, lookahead)[1] + 1 - first
+            table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+            column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]]) + T.Cast("int64", first)
+            warp: T.int32 = tx // 32
+            lane: T.int32 = tx % 32
+            tiles: T.int32 = (T.max(keys, 0) + (TILE - 1)) // TILE
+            mine: T.int32 = (tiles - warp + (NW - 1)) // NW
+            # A call whose logits are not a positive multiple of the products has them transformed first.
+            plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
+            factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
+            Q = T.alloc_local([D // 4], "uint32")
+            S = T.alloc_local([8], "float32")
+            O = T.alloc_local([Dv // 2], "float32")
+            B = T.alloc_local([4], "uint32")
+            P = T.alloc_local([4], "uint32")
+            m = T.alloc_local([2], "float32")
+            l = T.alloc_local([2], "float32")
+            top = T.alloc_local([2], "float32")
+            shift = T.alloc_local([2], "float32")
+            keep = T.alloc_local([2], "float32")
+            slot = T.alloc_local([1], "int32")
+            for h in T.unroll(2):
+                m[h] = T.float32(NEG)
+                l[h] = T.float32(0)
+            for i in T.unroll(Dv // 2):
+                O[i] = T.float32(0)
+            for i in T.unroll(4):
+                P[i] = T.uint32(0)
+            for kk in T.unroll(D // 16):
+                for e in T.unroll(2):
+                    for h in T.unroll(2):
+                        Q[kk * 4 + e * 2 + h] = T.uint32(0)
+                        if h * 8 + lane // 4 < G:
+                            Q[kk * 4 + e * 2 + h] = load_pair(
+                                q.ptr_to([q_row, hk * G + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
+                            )
+
+            @T.inline
+            def look_up(n):
+                slot[0] = req_to_token[
+                    table_row, column + T.Cast("int64", T.min((n * NW + warp) * TILE + lane % 16, keys - 1))
+                ]
+
+            @T.inline
+            def gather(n):
+                if n < mine:
+                    for i in T.unroll(TILE * KC // 32):
+                        row: T.int32 = (i * 32 + lane) // KC
+                        copy16(
+                            ring.ptr_to([(warp * NST + n % NST) * STAGE + place(row, (i * 32 + lane) % KC, D)]),
+                            k_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % KC) * 8]),
+                        )
+                    for i in T.unroll(TILE * VC // 32):
+                        row: T.int32 = (i * 32 + lane) // VC
+                        copy16(
+                            ring.ptr_to(
+                                [(warp * NST + n % NST) * STAGE + TILE * KROW + place(row, (i * 32 + lane) % VC, Dv)]
+                            ),
+                            v_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % VC) * 8]),
+                        )
+                    look_up(n + 1)
+                T.ptx.cp.async_.commit_group()
+
+            if mine > 0:
+                look_up(0)
+            for s in T.unroll(NST - 1):
+                gather(s)
+            for n in T.serial(mine):
+                T.cuda.warp_sync()
+                gather(n + (NST - 1))
+                T.ptx.cp.async_.wait_group(NST - 1)
+                T.cuda.warp_sync()
+                tile: T.int32 = (warp * NST + n % NST) * STAGE
+                for i in T.unroll(8):
+                    S[i] = T.float32(0)
+                for kk in T.unroll(D // 16):
+                    T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
+                        B[0],
+                        B[1],
+                        B[2],
+                        B[3],
+                        ring.ptr_to([tile + place((lane // 16) * 8 + lane % 8, kk * 2 + (lane // 8) % 2, D)]),
+                    )
+                    for nb in T.unroll(2):
+                        T.ptx[mma](
+                            *[S[nb * 4 + i] for i in range(4)],
+                            *[Q[kk * 4 + i] for i in (0, 1, 2, 3)],
+                            B[nb * 2],
+                            B[nb * 2 + 1],
+                            *[S[nb * 4 + i] for i in range(4)],
+                        )
+                if T.Not(plain):
+                    for nb in T.unroll(2):
+                        for e in T.unroll(2 * HALVES):
+                            S[nb * 4 + e] = score(S[nb * 4 + e], scale_log2, cap_log2, scale_over_cap, tanh)
+                offset: T.int32 = (n * NW + warp) * TILE + (lane % 4) * 2
+                if (n * NW + warp) * TILE + TILE > keys:
+                    for nb in T.unroll(2):
+                        for e in T.unroll(2 * HALVES):
+                            S[nb * 4 + e] = T.Select(offset + nb * 8 + e % 2 < keys, S[nb * 4 + e], T.float32(NEG))
+                for h in T.unroll(HALVES):
+                    top[h] = quad_max(
+                        T.max(T.max(m[h], T.max(S[h * 2], S[h * 2 + 1])), T.max(S[4 + h * 2], S[4 + h * 2 + 1]))
+                    )
+                    shift[h] = finite_or_zero(top[h]) * factor
+                    keep[h] = exp2(m[h] * factor - shift[h])
+                    m[h] = top[h]
+                    l[h] = l[h] * keep[h]
+                    for nb in T.unroll(2):
+                        for e in T.unroll(2):
+                            S[nb * 4 + h * 2 + e] = exp2(S[nb * 4 + h * 2 + e] * factor - shift[h])
+                            l[h] = l[h] + S[nb * 4 + h * 2 + e]
+                        P[nb * 2 + h] = pack(S[nb * 4 + h * 2], S[nb * 4 + h * 2 + 1])
+                    for i in T.unroll(Dv // 8):
+                        O[i * 4 + h * 2] = O[i * 4 + h * 2] * keep[h]
+                        O[i * 4 + h * 2 + 1] = O[i * 4 + h * 2 + 1] * keep[h]
+                for jj in T.unroll(Dv // 16):
+                    T.ptx["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"](
+                        B[0],
+                        B[1],
+                        B[2],
+                        B[3],
+                        ring.ptr_to(
+                            [tile + TILE * KROW + place(((lane // 8) % 2) * 8 + lane % 8, jj * 2 + lane // 16, Dv)]
+                        ),
+                    )
+                    for nb in T.unroll(2):
+                        T.ptx[mma](
+                            *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
+                            P[0],
+                            P[1],
+                            P[2],
+                            P[3],
+                            B[nb * 2],
+                            B[nb * 2 + 1],
+                            *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
+                        )
+            T.ptx.cp.async_.wait_all()
+            if hopper:
+                let_next_start()
+            for h in T.unroll(HALVES):
+                l[h] = quad_sum(l[h])
+                m[h] = m[h] * factor  # base-2 logits from here on
+
+            @T.inline
+            def finish(row, maximum, total):
+                keep[0] = normaliser(
+                    maximum,
+                    total,
+                    T.Select(part < 0, sinks[hk * G + row] * T.float32(LOG2_E), T.float32(NEG)),
+                    exp2,
+                )
+                keep[1] = natural_lse(maximum, total, log2)
+
+            if NW == 1:
+                for h in T.unroll(HALVES):
+                    if h * 8 + lane // 4 < G:
+                        finish(h * 8 + lane // 4, m[h], l[h])
+                        if part < 0:
+                            for i in T.unroll(Dv // 8):
+                                store_word(
+                                    out.ptr_to([q_row, hk * G + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
+                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
+                                )
+                            if lane % 4 == 0:
+                                lse[q_row, hk * G + h * 8 + lane // 4] = keep[1]
+                        else:
+                            for i in T.unroll(Dv // 8):
+                                store_two(
+                                    part_o.ptr_to([part, hk * G + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
+                                    O[i * 4 + h * 2] * keep[0],
+                                    O[i * 4 + h * 2 + 1] * keep[0],
+                                )
+                            if lane % 4 == 0:
+                                part_lse[part, hk * G + h * 8 + lane // 4] = keep[1]
+            else:
+                # The rings are read no more: the warps' states take their place.
+                states = T.decl_buffer((NW, G, Dv), "float32", data=ring.data, scope="shared.dyn")
+                sums = T.decl_buffer((NW, G, 2), "float32", data=ring.data, elem_offset=NW * G * Dv, scope="shared.dyn")
+                T.cuda.cta_sync()
+                for h in T.unroll(HALVES):
+                    if h * 8 + lane // 4 < G:
+                        for i in T.unroll(Dv // 8):
+                            for e in T.unroll(2):
+                                states[warp, h * 8 + lane // 4, i * 8 + (lane % 4) * 2 + e] = O[i * 4 + h * 2 + e]
+                        if lane % 4 == 0:
+                            sums[warp, h * 8 + lane // 4, 0] = m[h]
+                            sums[warp, h * 8 + lane // 4, 1] = l[h]
+                T.cuda.cta_sync()
+                for i in T.serial((G * Dv // 2 + THREADS - 1) // THREADS):
+                    if i * THREADS + tx < G * Dv // 2:
+                        row: T.int32 = (i * THREADS + tx) // (Dv // 2)
+                        e: T.int32 = (i * THREADS + tx) % (Dv // 2) * 2
+                        top[0] = T.float32(NEG)
+                        for x in T.unroll(NW):
+                            top[0] = T.max(top[0], sums[x, row, 0])
+                        top[1] = T.float32(0)
+                        O[0] = T.float32(0)
+                        O[1] = T.float32(0)
+                        for x in T.unroll(NW):
+                            shift[0] = exp2(sums[x, row, 0] - finite_or_zero(top[0]))
+                            top[1] = top[1] + sums[x, row, 1] * shift[0]
+                            O[0] = O[0] + states[x, row, e] * shift[0]
+                            O[1] = O[1] + states[x, row, e + 1] * shift[0]
+                        finish(row, top[0], top[1])
+                        if part < 0:
+                            store_word(out.ptr_to([q_row, hk * G + row, e]), pack(O[0] * keep[0], O[1] * keep[0]))
+                            if e == 0:
+                                lse[q_row, hk * G + row] = keep[1]
+                        else:
+                            store_two(part_o.ptr_to([part, hk * G + row, e]), O[0] * keep[0], O[1] * keep[0])
+                            if e == 0:
+                                part_lse[part, hk * G + row] = keep[1]
+
+    return paged_decode

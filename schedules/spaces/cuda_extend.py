@@ -1,0 +1,563 @@
+# mypy: ignore-errors
+# ruff: noqa: F821, E501
+# (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
+"""Paged extend on Hopper: one CTA a work item and KV head, warpgroup products (wgmma) over gathered tiles.
+
+The first warpgroup gathers tiles of keys and values through the page table (or from the new rows) by cp.async into
+swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values and
+the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next scores
+are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
+the other's products. The algebra is the definition's (paged_attention/definition.py).
+
+Keys that no row of the item sees are never read: the item's range is cut to the visible one, and what a tile has
+beyond it repeats the last visible key with probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tilewright.schedules.intrinsics.cuda import (
+    PACK,
+    address,
+    copy16,
+    copy_row16,
+    exp2,
+    exp2_in_order,
+    finish_first,
+    hold,
+    log2,
+    quad_max,
+    quad_sum,
+    shuffle,
+    store_two,
+    store_word,
+    strided,
+    tanh,
+)
+from tilewright.schedules.paged_attention.definition import (
+    ITEM_COLUMNS,
+    KV_BEGIN,
+    KV_LEN,
+    NEW_ROW,
+    PART,
+    POS,
+    PREFIX,
+    Q_LEN,
+    Q_ROW,
+    REQUEST,
+    TVM_DTYPE,
+    finite_or_zero,
+    masked,
+    natural_lse,
+    normaliser,
+    score,
+    visible_bounds,
+)
+from tilewright.schedules.vector_math import LOG2_E
+from tilewright.schedules.workload import Workload
+
+ROWS = 64  # of a consumer warpgroup: the height of one wgmma
+BLOCK = 64  # columns of a swizzled block: 128 bytes
+_WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+# Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
+_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
+
+
+def padded(dim: int) -> int:
+    """Columns of a row in shared memory: whole blocks."""
+    return -(-dim // BLOCK) * BLOCK
+
+
+def place(row: tirx.Expr, chunk: tirx.Expr, rows: int) -> tirx.Expr:
+    """Where the 16-byte chunk of a row lies in a tile of `rows` rows, in elements: swizzled as wgmma reads it."""
+    return (chunk // 8) * (rows * BLOCK) + row * BLOCK + ((chunk % 8) ^ (row % 8)) * 8
+
+
+def shared_elements(workload: Workload, rows: int, keys: int, stages: int) -> int:
+    """Elements of 16 bits in shared memory."""
+    dim, dim_vo = padded(workload.head_dim_qk), padded(workload.head_dim_vo)
+    return rows * dim + stages * keys * (dim + dim_vo)
+
+
+def copies_evenly(workload: Workload, keys: int) -> bool:
+    """Whether the chunks of a tile's rows go round among the producer's lanes."""
+    return all(keys // 4 * (dim // 8) % 32 == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo))
+
+
+def registers(workload: Workload, keys: int) -> int:
+    """Estimate of a consumer thread's registers: scores, values, packed probabilities, state and addresses."""
+    return keys // 2 + workload.head_dim_vo // 2 + keys // 4 + 32
+
+
+def most_registers(rows: int) -> int:
+    """What a consumer thread has."""
+    return _REGISTERS[rows // ROWS][1]
+
+
+def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
+    """The kernel of docs/kernel-abi.md for blocks of query tokens.
+
+    Args:
+        workload: operator "paged_extend", 16-bit, head dims multiples of 16 and at most 256.
+        decisions: `rows` of an item (64 a consumer), `keys` of a tile, `stages` of the rings, `pingpong`.
+    """
+    G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
+    BM, BN, NST, PP = decisions["rows"], decisions["keys"], decisions["stages"], bool(decisions["pingpong"])
+    NC = BM // ROWS
+    dtype, pack, kind = TVM_DTYPE[workload.dtype], PACK[workload.dtype], _WGMMA_TYPE[workload.dtype]
+    THREADS = 128 * (NC + 1)
+    FEW, MANY = _REGISTERS[NC]
+    NS, NO = BN // 2, Dv // 2  # accumulator registers of a thread
+    KD, VD = padded(D), padded(Dv)
+    KO, VO = BM * KD, BM * KD + NST * BN * KD  # where the rings begin
+    TOTAL = shared_elements(workload, BM, BN, NST)
+    QB, KB = BM * 8, BN * 8  # 16-byte units from one block of columns to the next
+    KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
+    SHARE = BN // 4  # rows of a tile that a producer warp copies
+    HOLD = -(-SHARE // 32)
+    KI, VI = SHARE * KC // 32, SHARE * VC // 32  # chunks a producer thread copies
+    # A producer warp takes TURN rows of every 4 * TURN. Where that is what a pass of the warp copies, rows of a lane are
+    # a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
+    TURN = 32 // KC if KC == VC and 32 % KC == 0 else SHARE
+    mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
+    mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
+    NEG = float("-inf")
+
+    @T.prim_func
+    def paged_extend(
+        q_: T.handle,
+        k_: T.handle,
+        v_: T.handle,
+        k_new_: T.handle,
+        v_new_: T.handle,
+        req_to_token_: T.handle,
+        req_pool_indices_: T.handle,
+        kv_start_: T.handle,
+        items_: T.handle,
+        sinks_: T.handle,
+        out_: T.handle,
+        lse_: T.handle,
+        part_o_: T.handle,
+        part_lse_: T.handle,
+        scale_log2: T.float32,
+        cap_log2: T.float32,
+        scale_over_cap: T.float32,
+        window: T.int32,
+        lookahead: T.int32,
+    ):
+        T.func_attr({"global_symbol": "paged_extend", "tirx.launch_bounds_min_blocks_per_sm": 1})
+        tokens, heads, slots, fresh, table_rows, table_columns, requests, W, partials = (
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+        )
+        q0, q1, k0, k1, v0, v1, kn0, kn1, vn0, vn1, o0, o1, l0, l1, t0, t1, i0, s0 = (
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+            T.int64(),
+        )
+        q = T.match_buffer(
+            q_,
+            (tokens, heads * G, D),
+            dtype,
+            strides=(q0, q1, 1),
+            align=16,
+            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
+        )
+        k_buffer = T.match_buffer(
+            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
+        )
+        v_buffer = T.match_buffer(
+            v_,
+            (slots, heads, Dv),
+            dtype,
+            strides=(v0, v1, 1),
+            align=16,
+            layout=strided((slots, heads, Dv), (v0, v1, 1)),
+        )
+        k_new = T.match_buffer(
+            k_new_,
+            (fresh, heads, D),
+            dtype,
+            strides=(kn0, kn1, 1),
+            align=16,
+            layout=strided((fresh, heads, D), (kn0, kn1, 1)),
+        )
+        v_new = T.match_buffer(
+            v_new_,
+            (fresh, heads, Dv),
+            dtype,
+            strides=(vn0, vn1, 1),
+            align=16,
+            layout=strided((fresh, heads, Dv), (vn0, vn1, 1)),
+        )
+        req_to_token = T.match_buffer(
+            req_to_token_,
+            (table_rows, table_columns),
+            "int32",
+            strides=(t0, t1),
+            align=4,
+            layout=strided((table_rows, table_columns), (t0, t1)),
+        )
+        req_pool_indices = T.match_buffer(
+            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
+        )
+        kv_start = T.match_buffer(
+            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
+        )
+        items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
+        sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
+        out = T.match_buffer(
+            out_,
+            (tokens, heads * G, Dv),
+            dtype,
+            strides=(o0, o1, 1),
+            align=4,
+            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
+        )
+        lse = T.match_buffer(
+            lse_,
+            (tokens, heads * G),
+            "float32",
+            strides=(l0, l1),
+            align=4,
+            layout=strided((tokens, heads * G), (l0, l1)),
+        )
+        part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
+        part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
+        T.device_entry()
+        hk, w = T.cta_id([T.Cast("int32", heads), T.Cast("int32", W)])
+        tx = T.thread_id([THREADS])
+        smem = T.alloc_buffer((TOTAL,), dtype, scope="shared.dyn", align=1024)
+        k_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
+        k_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
+        v_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
+        v_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
+        # Address and stride of the pool's keys, of its values, of the new keys, of the new values, in bytes. They are
+        # looked up for every tile: held in registers they would not leave the producer enough of them.
+        sources = T.alloc_buffer((8,), "int64", scope="shared", align=16)
+        if items[w, Q_LEN] > 0:
+            q_row: T.int32 = items[w, Q_ROW]
+            q_len: T.int32 = items[w, Q_LEN]
+            part: T.int32 = items[w, PART]
+            pos: T.int32 = items[w, POS]
+            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
+            last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
+            # A tile that lies in (all_lo, all_hi] is seen whole by every row.
+            all_lo: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
+            all_hi: T.int32 = visible_bounds(pos, end, window, lookahead)[1]
+            # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
+            split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
+            old_tiles: T.int32 = (split - first + (BN - 1)) // BN
+            tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
+            if tx == 0:
+                sources[0] = address(k_buffer.ptr_to([0, hk, 0]))
+                sources[1] = k0 * 2
+                sources[2] = address(v_buffer.ptr_to([0, hk, 0]))
+                sources[3] = v0 * 2
+                sources[4] = address(k_new.ptr_to([0, hk, 0]))
+                sources[5] = kn0 * 2
+                sources[6] = address(v_new.ptr_to([0, hk, 0]))
+                sources[7] = vn0 * 2
+                for i in T.unroll(NST):
+                    T.ptx.mbarrier.init.shared.b64(k_full.ptr_to([i]), T.uint32(128))
+                    T.ptx.mbarrier.init.shared.b64(k_empty.ptr_to([i]), T.uint32(4 * NC))
+                    T.ptx.mbarrier.init.shared.b64(v_full.ptr_to([i]), T.uint32(128))
+                    T.ptx.mbarrier.init.shared.b64(v_empty.ptr_to([i]), T.uint32(4 * NC))
+            T.ptx.fence.proxy.async_.shared__cta()
+            T.cuda.cta_sync()
+            if tx < 128:
+                T.ptx["setmaxnreg.dec.sync.aligned.u32"](FEW)
+                table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+                column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
+                new_row: T.int32 = items[w, NEW_ROW]
+                lane: T.int32 = tx % 32
+                warp: T.int32 = tx // 32
+                home: T.int32 = warp * TURN + lane // KC  # the lane's row in its first pass
+                rows = T.alloc_local([HOLD], "int32")
+                later = T.alloc_local([HOLD], "int32")
+                start: T.int64
+                stride: T.int64
+
+                @T.inline
+                def look_up(j):
+                    # Each lane holds the row in the tensors of other keys of the warp.
+                    for i in T.unroll(HOLD):
+                        n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
+                        if j < old_tiles:
+                            later[i] = req_to_token[
+                                table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
+                            ]
+                        else:
+                            later[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
+
+                if tiles > 0:
+                    look_up(0)
+                for j in T.serial(tiles):
+                    for i in T.unroll(HOLD):
+                        rows[i] = later[i]
+                    T.cuda.mbarrier_wait(k_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
+                    start = sources[T.Select(j < old_tiles, 0, 4)]
+                    stride = sources[T.Select(j < old_tiles, 1, 5)]
+                    for i in T.unroll(KI):
+                        if TURN < SHARE:
+                            copy_row16(
+                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(i * (4 * TURN) + home, lane % KC, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // KC),
+                                lane % KC * 16,
+                            )
+                        else:
+                            n: T.int32 = (i * 32 + lane) // KC
+                            c: T.int32 = (i * 32 + lane) % KC
+                            copy_row16(
+                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(warp * SHARE + n, c, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * 32 // KC // 32], n % 32),
+                                c * 16,
+                            )
+                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([j % NST]))
+                    if j + 1 < tiles:
+                        look_up(j + 1)
+                    T.cuda.mbarrier_wait(v_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
+                    start = sources[T.Select(j < old_tiles, 2, 6)]
+                    stride = sources[T.Select(j < old_tiles, 3, 7)]
+                    for i in T.unroll(VI):
+                        if TURN < SHARE:
+                            copy_row16(
+                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(i * (4 * TURN) + home, lane % VC, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // VC),
+                                lane % VC * 16,
+                            )
+                        else:
+                            n: T.int32 = (i * 32 + lane) // VC
+                            c: T.int32 = (i * 32 + lane) % VC
+                            copy_row16(
+                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(warp * SHARE + n, c, BN)]),
+                                start,
+                                stride,
+                                shuffle(rows[i * 32 // VC // 32], n % 32),
+                                c * 16,
+                            )
+                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([j % NST]))
+                T.ptx.cp.async_.wait_group(0)
+            else:
+                T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
+                tid: T.int32 = tx % 128
+                cw: T.int32 = tx // 128 - 1
+                lane: T.int32 = tx % 32
+                for i in T.unroll(ROWS * KC // 128):
+                    r: T.int32 = cw * ROWS + (i * 128 + tid) // KC
+                    c: T.int32 = (i * 128 + tid) % KC
+                    copy16(
+                        smem.ptr_to([place(r, c, BM)]),
+                        q.ptr_to([q_row + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
+                    )
+                T.ptx.cp.async_.wait_all()
+                T.ptx.fence.proxy.async_.shared__cta()
+                T.ptx.bar.sync(T.Cast("uint32", 1 + cw), T.uint32(128))
+                plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
+                factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
+                S = T.alloc_local([NS], "float32")
+                O = T.alloc_local([NO], "float32")
+                P = T.alloc_local([BN // 4], "uint32")
+                m = T.alloc_local([2], "float32")
+                l = T.alloc_local([2], "float32")
+                keep = T.alloc_local([2], "float32")
+                top = T.alloc_local([2], "float32")
+                shift = T.alloc_local([2], "float32")
+                dq: T.uint64
+                dk: T.uint64
+                dv: T.uint64
+                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dq), smem.ptr_to([cw * (ROWS * 64)]), 1, 64, 3)
+                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dk), smem.ptr_to([KO]), 1, 64, 3)
+                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dv), smem.ptr_to([VO]), KB, 64, 3)
+                for i in T.unroll(2):
+                    m[i] = T.float32(NEG)
+                    l[i] = T.float32(0)
+                for i in T.unroll(NO):
+                    O[i] = T.float32(0)
+                row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
+                pos0: T.int32 = pos + T.min(row0 // G, q_len - 1)
+                pos1: T.int32 = pos + T.min((row0 + 8) // G, q_len - 1)
+                lo0: T.int32 = visible_bounds(pos0, end, window, lookahead)[0]
+                hi0: T.int32 = visible_bounds(pos0, end, window, lookahead)[1]
+                lo1: T.int32 = visible_bounds(pos1, end, window, lookahead)[0]
+                hi1: T.int32 = visible_bounds(pos1, end, window, lookahead)[1]
+
+                @T.inline
+                def gemm_s(j):
+                    for kk in T.unroll(D // 16):
+                        T.ptx[mma_s](
+                            *[S[i] for i in range(NS)],
+                            dq + T.Cast("uint64", (kk // 4) * QB + (kk % 4) * 2),
+                            dk + T.Cast("uint64", (j % NST) * (BN * KD * 2 // 16) + (kk // 4) * KB + (kk % 4) * 2),
+                            kk != 0,
+                            1,
+                            1,
+                            0,
+                            0,
+                        )
+                    T.ptx.wgmma.commit_group.sync.aligned()
+
+                @T.inline
+                def gemm_o(j):
+                    for kk in T.unroll(BN // 16):
+                        T.ptx[mma_o](
+                            *[O[i] for i in range(NO)],
+                            P[kk * 4],
+                            P[kk * 4 + 1],
+                            P[kk * 4 + 2],
+                            P[kk * 4 + 3],
+                            dv + T.Cast("uint64", (j % NST) * (BN * VD * 2 // 16) + kk * 128),
+                            T.bool(True),
+                            1,
+                            1,
+                            1,
+                        )
+                    T.ptx.wgmma.commit_group.sync.aligned()
+
+                @T.inline
+                def softmax(j):
+                    if T.Not(plain):
+                        for i in T.unroll(NS):
+                            S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
+                    begin: T.int32 = T.Select(j < old_tiles, first + j * BN, split + (j - old_tiles) * BN)
+                    final: T.int32 = T.Select(j < old_tiles, split - 1, last)
+                    if T.Or(begin + (BN - 1) > T.min(all_hi, final), begin <= all_lo):
+                        for i in T.unroll(NS // 4):
+                            for e in T.unroll(2):
+                                key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
+                                S[i * 4 + e] = masked(S[i * 4 + e], key, lo0, T.min(hi0, final))
+                                S[i * 4 + 2 + e] = masked(S[i * 4 + 2 + e], key, lo1, T.min(hi1, final))
+                    for h in T.unroll(2):
+                        top[h] = m[h]
+                        for i in T.unroll(NS // 4):
+                            for e in T.unroll(2):
+                                top[h] = T.max(top[h], S[i * 4 + h * 2 + e])
+                        top[h] = quad_max(top[h])
+                        shift[h] = finite_or_zero(top[h]) * factor
+                        keep[h] = exp2(m[h] * factor - shift[h])
+                        m[h] = top[h]
+                        l[h] = l[h] * keep[h]
+                        for i in T.unroll(NS // 4):
+                            for e in T.unroll(2):
+                                S[i * 4 + h * 2 + e] = exp2_in_order(S[i * 4 + h * 2 + e] * factor - shift[h])
+                                l[h] = l[h] + S[i * 4 + h * 2 + e]
+
+                @T.inline
+                def round_p():
+                    for i in T.unroll(BN // 4):
+                        P[i] = pack(S[i * 2], S[i * 2 + 1])
+
+                if tiles > 0:
+                    if PP and cw == 1:
+                        T.ptx.bar.arrive(T.uint32(4), T.uint32(256))
+                    T.cuda.mbarrier_wait(k_full.ptr_to([0]), 0)
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    T.ptx.wgmma.fence.sync.aligned()
+                    gemm_s(0)
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    for i in T.unroll(NS):
+                        hold(S.ptr_to([i]))
+                    if lane == 0:
+                        T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([0]))
+                    softmax(0)
+                    round_p()
+                    for j in T.serial(tiles - 1):
+                        T.cuda.mbarrier_wait(k_full.ptr_to([(j + 1) % NST]), ((j + 1) // NST) % 2)
+                        T.ptx.fence.proxy.async_.shared__cta()
+                        if PP:
+                            T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                        T.ptx.wgmma.fence.sync.aligned()
+                        gemm_s(j + 1)
+                        T.cuda.mbarrier_wait(v_full.ptr_to([j % NST]), (j // NST) % 2)
+                        T.ptx.fence.proxy.async_.shared__cta()
+                        gemm_o(j)
+                        if PP:
+                            T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                        T.ptx.wgmma.wait_group.sync.aligned(1)
+                        for i in T.unroll(NS):
+                            hold(S.ptr_to([i]))
+                        if lane == 0:
+                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([(j + 1) % NST]))
+                        softmax(j + 1)
+                        for h in T.unroll(2):
+                            finish_first(l[h])
+                        T.ptx.wgmma.wait_group.sync.aligned(0)
+                        for i in T.unroll(NO):
+                            hold(O.ptr_to([i]))
+                        if lane == 0:
+                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([j % NST]))
+                        for i in T.unroll(NO // 4):
+                            for e in T.unroll(2):
+                                O[i * 4 + e] = O[i * 4 + e] * keep[0]
+                                O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
+                        round_p()
+                    T.cuda.mbarrier_wait(v_full.ptr_to([(tiles - 1) % NST]), ((tiles - 1) // NST) % 2)
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    T.ptx.wgmma.fence.sync.aligned()
+                    gemm_o(tiles - 1)
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    for i in T.unroll(NO):
+                        hold(O.ptr_to([i]))
+                for h in T.unroll(2):
+                    l[h] = quad_sum(l[h])
+                    r: T.int32 = row0 + h * 8
+                    if r < q_len * G:
+                        keep[0] = normaliser(
+                            m[h] * factor,
+                            l[h],
+                            T.Select(part < 0, sinks[hk * G + r % G] * T.float32(LOG2_E), T.float32(NEG)),
+                            exp2,
+                        )
+                        keep[1] = natural_lse(m[h] * factor, l[h], log2)
+                        if part < 0:
+                            for i in T.unroll(NO // 4):
+                                store_word(
+                                    out.ptr_to([q_row + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
+                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
+                                )
+                            if lane % 4 == 0:
+                                lse[q_row + r // G, hk * G + r % G] = keep[1]
+                        else:
+                            for i in T.unroll(NO // 4):
+                                store_two(
+                                    part_o.ptr_to([part + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
+                                    O[i * 4 + h * 2] * keep[0],
+                                    O[i * 4 + h * 2 + 1] * keep[0],
+                                )
+                            if lane % 4 == 0:
+                                part_lse[part + r // G, hk * G + r % G] = keep[1]
+
+    return paged_extend

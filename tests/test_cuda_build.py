@@ -1,0 +1,154 @@
+"""CUDA modules as they are built on a machine without a GPU: the instructions meant are there, nothing is spilled."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tilewright.codegen import cuda_toolchain
+from tilewright.codegen.build import build_all
+from tilewright.runtime.errors import BuildError
+from tilewright.runtime.manifest import CUBIN_NAME, read_manifest
+from tilewright.runtime.store import default_root
+from tilewright.schedules.catalog import all_workloads
+from tilewright.schedules.spaces import UnsupportedWorkload, get_space
+from tilewright.schedules.workload import Workload
+
+# Every generator with the shapes that differ most. All of the catalogue takes minutes: TILEWRIGHT_TEST_ALL_CUDA=1.
+SUBSET = {
+    "cuda-sm90a": [
+        "paged_decode-bf16-g4-d128", "paged_decode-bf16-g3-d64", "paged_decode-fp16-g8-d128",
+        "paged_extend-bf16-g4-d128", "paged_extend-bf16-g3-d64", "merge-bf16", "write_kv-bf16",
+    ],
+    "cuda-sm80": ["paged_decode-bf16-g4-d128", "merge-bf16"],
+}  # fmt: skip
+# What a launch leaves a thread of 65536 registers, with the CTAs that should share a multiprocessor.
+MOST_REGISTERS = {"paged_decode": 168, "paged_extend": 168, "merge": 64, "write_kv": 64}
+
+
+def _missing() -> str:
+    try:
+        cuda_toolchain.check_installed()
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+needs_compiler = pytest.mark.skipif(bool(_missing()), reason=_missing() or "installed")
+
+
+def _chosen(target):
+    if os.environ.get("TILEWRIGHT_TEST_ALL_CUDA"):
+        return list(all_workloads(target))
+    return [Workload.parse(name) for name in SUBSET[target]]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """(target, workload) -> the kernel of its module, each built once (if not up to date)."""
+    found = {}
+    for target in SUBSET:
+        for built in build_all(_chosen(target), target):
+            (kernel,) = cuda_toolchain.kernels(built.folder / CUBIN_NAME)
+            found[target, built.workload] = kernel
+    return found
+
+
+def test_subset_is_of_the_catalogue():
+    for target, names in SUBSET.items():
+        assert set(names) <= {workload.name for workload in all_workloads(target)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", SUBSET)
+def test_machine_code_is_what_was_meant(kernels, target):
+    for workload in _chosen(target):
+        kernel = kernels[target, workload]
+        count = Counter(instruction.split(".")[0] for instruction in kernel.instructions)
+        assert kernel.name == f"{workload.operator}_kernel"
+        assert kernel.stack == 0, f"{workload.name}: {kernel.stack} bytes of local memory a thread"
+        assert count["LDL"] == count["STL"] == 0, workload.name
+        assert kernel.registers <= MOST_REGISTERS[workload.operator], workload.name
+        dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
+        if workload.operator == "paged_decode":
+            # A tile of 16 keys: two products for every 16 columns of K and every 16 of V.
+            assert count["HMMA"] == 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] == (dims[0] + dims[1]) // 16, workload.name
+        elif workload.operator == "paged_extend":
+            keys = get_space(workload, target).default["keys"]
+            # Scores and values, in the loop and once before and after it.
+            assert count["HGMMA"] == 2 * (dims[0] // 16 + keys // 16) and count["HMMA"] == 0, workload.name
+            assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 2, workload.name
+        elif workload.operator == "merge":
+            assert (count["ACQBULK"] > 0) is (target == "cuda-sm90a"), "waits for the kernel before"
+        else:
+            assert count["LDG"] > 0 and count["STG"] > 0, workload.name
+
+
+@needs_compiler
+def test_element_type_reaches_the_products(kernels):
+    """bf16 modules multiply bf16, fp16 modules fp16."""
+    for (target, workload), kernel in kernels.items():
+        products = {i for i in kernel.instructions if i.startswith(("HMMA", "HGMMA"))}
+        if workload.operator.startswith("paged"):
+            assert all(("BF16" in name) is (workload.dtype == "bf16") for name in products), (target, products)
+
+
+@needs_compiler
+def test_manifest_says_how_to_launch(kernels):
+    for target, workload in kernels:
+        manifest = read_manifest(default_root() / target / workload.name)
+        assert manifest.features == [target.removeprefix("cuda-").replace("sm", "sm_")]
+        (entry,) = manifest.kernels.values()
+        early = workload.operator == "merge" and target == "cuda-sm90a"
+        assert ("programmatic" in entry.launch) is early
+
+
+def test_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(cuda_toolchain.importlib.util, "find_spec", lambda name: None)
+    cuda_toolchain.toolkit.cache_clear()
+    try:
+        with pytest.raises(BuildError, match=r"pip install 'tilewright\[cuda\]'"), cuda_toolchain.toolchain():
+            pass
+    finally:
+        cuda_toolchain.toolkit.cache_clear()
+
+
+@needs_compiler
+def test_toolchain_leaves_the_environment_alone():
+    program = (
+        "import os; before = dict(os.environ)\n"
+        "from tilewright.codegen.cuda_toolchain import toolchain\n"
+        "with toolchain():\n"
+        "    inside = os.environ['CUDA_PATH']; assert os.path.isfile(inside + '/include/cuda_runtime.h')\n"
+        "assert dict(os.environ) == before and not os.path.exists(inside)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "why"),
+    [
+        ("paged_decode-f32-g4-d128", "cuda-sm90a", "f32"),
+        ("paged_decode-bf16-general", "cuda-sm90a", "general"),
+        ("paged_extend-bf16-g4-d100", "cuda-sm90a", "multiples of 16"),
+        ("paged_decode-bf16-g17-d128", "cuda-sm90a", "group"),
+        ("paged_extend-bf16-g4-d128", "cuda-sm80", "sm_90a"),
+        ("lightning_decode-bf16-d128", "cuda-sm90a", "no kernels"),
+    ],
+)
+def test_unsupported_workloads_are_refused(name, target, why):
+    with pytest.raises(UnsupportedWorkload, match=why):
+        get_space(Workload.parse(name), target)
+
+
+@pytest.mark.parametrize("target", SUBSET)
+def test_defaults_are_legal(target):
+    for workload in all_workloads(target):
+        space = get_space(workload, target)
+        assert space.legal(space.default)
+        assert all(space.default[name] in values for name, values in space.choices.items())
+        if workload.operator.startswith("paged"):
+            assert space.plan(space.default)["block_q"] >= 1
