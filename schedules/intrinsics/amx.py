@@ -145,6 +145,31 @@ def omitted_init(rows: int, columns: int) -> str:
 
 
 @functools.cache
+def zeroed(rows: int, columns: int) -> str:
+    """Register C[i, j] = 0 over f32 [rows, columns] by tiles.
+
+    LLVM makes a call of memset of plain stores, and behind each call the tiles must be configured anew.
+    """
+
+    def loops(tiles: bool) -> None:
+        (c_row,) = _sizes("C_row") if tiles else (None,)
+        c = _matrix("C", (rows, columns), "float32", [c_row, 1] if tiles else None)
+        with T.sblock("root"):
+            T.reads()
+            T.writes(c[0:rows, 0:columns])
+            if tiles:
+                for i, m in _tiles(rows):
+                    for j, n in _tiles(columns):
+                        _store(m, n, _address(c, i, j), _bytes(c, c.strides[0]), _zero(m, n))
+            else:
+                with T.grid(rows, columns) as indices, T.sblock("init"):
+                    i, j = T.axis.remap("SS", indices)
+                    T.buffer_store(c, tirx.const(0.0, "float32"), [i, j])
+
+    return _register(f"amx_zeroed_{rows}x{columns}", lambda: loops(False), lambda: loops(True))
+
+
+@functools.cache
 def interleave_rows(columns: int) -> str:
     """Register Out[t // 2, j, t % 2] = In[t, j] for two rows t.
 

@@ -58,6 +58,11 @@ def test_init_description():
     np.testing.assert_array_equal(got, 0)
 
 
+def test_zeroed_description():
+    got = run(description(amx.zeroed(16, 32)), np.full((16, 32), np.nan, np.float32))
+    np.testing.assert_array_equal(got, 0)
+
+
 def test_interleave_description(rng):
     rows = integers(rng, 2, 48)
     got = run(description(amx.interleave_rows(48)), rows, np.full((1, 48, 2), np.nan, ml_dtypes.bfloat16))
@@ -164,6 +169,8 @@ def scheduled_product(rows, columns, depth, fresh):
     init = schedule.decompose_reduction(block, k0)
     if fresh:
         schedule.tensorize(schedule.get_loops(init)[-2], amx.omitted_init(rows, columns))
+    else:
+        schedule.tensorize(schedule.get_loops(init)[-2], amx.zeroed(rows, columns))
     schedule.tensorize(i1, amx.bf16_product(rows, columns, depth, fresh=fresh))
     return schedule.mod, (m, n, d)
 
