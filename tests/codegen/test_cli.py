@@ -155,4 +155,7 @@ def test_the_catalogue_has_what_it_promises():
     assert sum(workload.general for workload in avx2) == 12
     assert set(TUNE_PRESET) <= set(avx2)
     assert all(Workload.parse(workload.name) == workload for workload in avx2)
-    assert set(all_workloads("x86-amx")) == set(all_workloads("x86-amx-emulated"))
+    tiled = set(all_workloads("x86-amx"))
+    assert tiled == set(all_workloads("x86-amx-emulated"))
+    assert {w for w in avx2 if w.operator.startswith("paged") and w.dtype == "bf16" and not w.general} <= tiled
+    assert {w.dtype for w in tiled} == {"bf16"} and not any(w.general for w in tiled)
