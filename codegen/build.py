@@ -303,7 +303,8 @@ def build(
 
     space = get_space(workload, target)
     final = dict(space.default) if chosen is None else chosen
-    if (space.choices and set(final) != set(space.choices)) or not space.legal(final):
+    known = set(final) == set(space.choices) and all(final[name] in space.choices[name] for name in final)
+    if (space.choices and not known) or not space.legal(final):
         raise BuildError(
             f"{workload.name} for {target}: {origin} decisions are not legal in its space: {final}; "
             f"tune again (tilewright tune {workload.name} --target {target}) or delete the record"

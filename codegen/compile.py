@@ -6,6 +6,7 @@ What this file does is part of every module's fingerprint: a change here rebuild
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 LINK_OPTIONS = ("-Wl,-Bsymbolic", "-Wl,-z,relro", "-Wl,-z,noexecstack")
 # LLVM makes these of plain loops; every process has them.
 LIBC_FUNCTIONS = frozenset({"memcpy", "memmove", "memset"})
+PIPELINE = "tilewright"
 
 
 def tvm_target(target: Target) -> tvm.target.Target:
@@ -40,13 +42,34 @@ def compile_module(module: tvm.IRModule, target: Target) -> tvm.runtime.Executab
     import tvm
 
     where = tvm_target(target)
-    if target.device == "cpu":
-        with where:
-            return tvm.compile(module, target=where)
-    from tilewright.codegen.cuda_toolchain import toolchain
+    if target.device == "cuda":
+        from tilewright.codegen.cuda_toolchain import toolchain
 
-    with toolchain(), where:
-        return tvm.compile(module, target=where, tir_pipeline="tirx")
+        with toolchain(), where:
+            return tvm.compile(module, target=where, tir_pipeline="tirx")
+    _register_pipeline()
+    with where:
+        return tvm.compile(module, target=where, tir_pipeline=PIPELINE)
+
+
+@cache
+def _register_pipeline() -> None:
+    """TVM's default pipeline for schedules, and a pass of ours over what it has lowered."""
+    import tvm
+    from tvm import tirx
+    from tvm.s_tir.pipeline import default_s_tir_pipeline
+    from tvm.tirx.compilation_pipeline import register_tir_pipeline
+
+    from tilewright.schedules import lowering
+
+    def pipeline() -> tuple[tvm.transform.Pass, ...]:
+        lowered, host, device = default_s_tir_pipeline()
+        rows = tirx.transform.prim_func_pass(
+            lambda func, *_: lowering.deinterleave(func, ("k_buffer", "v_buffer")), opt_level=0
+        )
+        return tvm.ir.transform.Sequential([lowered, rows]), host, device
+
+    register_tir_pipeline(PIPELINE, pipeline)
 
 
 def export(executable: tvm.runtime.Executable, path: Path) -> None:

@@ -5,12 +5,14 @@ The plain checks run in every call, so they compare first and build a message on
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewright.runtime.overlap import overlap, overlaps_itself
 from tilewright.runtime.planner import OFF
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
@@ -19,16 +21,20 @@ _FP8_LATER = "fp8 KV caches are not served yet; their home is a kv dtype of the 
 
 
 def dtype_name(tensor: Tensor, name: str = "q") -> str:
-    """The workload's dtype of a call's first tensor.
+    """The workload's dtype of a call's first tensor, on whose device the others must be.
 
     Raises:
-        TypeError: no kernel takes it.
+        TypeError: no kernel takes it. NotImplementedError: none runs on its device.
     """
     dtype = DTYPES.get(tensor.dtype) if isinstance(tensor, Tensor) else None
     if dtype is None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         raise TypeError(f"{name}: got {tensor.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise NotImplementedError(f"{name}: got device {tensor.device}, expected a CPU or CUDA device")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
     return dtype
 
 
@@ -50,7 +56,7 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     """Shape, dtype and device of a tensor.
 
     Raises:
-        TypeError: not a tensor, or another dtype. NotImplementedError: fp8.
+        TypeError: not a tensor, not a dense one, or another dtype. NotImplementedError: fp8.
         ValueError: another shape or device.
     """
     if not isinstance(tensor, Tensor):
@@ -63,6 +69,8 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
 
 
 def expect_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -75,31 +83,35 @@ def expect_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torc
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the first tensor is")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """An input as the kernels read it: any strides, last dimension dense; a copy only where it is not."""
+    if tensor.is_neg():  # memory that holds the values negated
+        tensor = tensor.resolve_neg()
     return tensor if tensor.is_contiguous() or tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
-def aligned(tensor: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, as the kernels of GPUs copy them."""
+def aligned(tensor: Tensor, size: int = 16) -> bool:
+    """Whether every row begins at a multiple of `size` bytes, a power of two; GPU kernels copy inputs by 16."""
     places = tensor.data_ptr()
     for stride in tensor.stride()[:-1]:
         places |= stride * tensor.itemsize
-    return not places & 15
+    return not places & (size - 1)
 
 
-def expect_aligned(name: str, tensor: Tensor) -> None:
+def expect_aligned(name: str, tensor: Tensor, size: int = 16) -> None:
     """A tensor that a GPU kernel must address as it is.
 
     Raises:
-        ValueError: rows do not begin at multiples of 16 bytes.
+        ValueError: rows do not begin at multiples of `size` bytes.
     """
-    if not aligned(tensor):
+    if not aligned(tensor, size):
         raise ValueError(
             f"{name}: got rows at address {tensor.data_ptr():#x} with strides {list(tensor.stride())}, expected rows "
-            "that begin at multiples of 16 bytes (on a GPU)"
+            f"that begin at multiples of {size} bytes (on a GPU)"
         )
 
 
@@ -130,11 +142,27 @@ def expect_writable(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name}: got strides {list(tensor.stride())}, expected a dense last dimension (it is written in place)"
         )
-    if 0 in tensor.stride() and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    if not tensor.is_contiguous() and overlaps_itself(tensor):
         raise ValueError(f"{name}: got strides {list(tensor.stride())}, expected memory of its own for every element")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: got a negated view, expected memory that holds the values themselves")
     inference_only(name, tensor)
+
+
+def expect_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
+    """No other argument may lie where a kernel writes: what is read would depend on what was written before.
+
+    Looks at tensors only; what else an argument may be is for the other checks to say.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not isinstance(written, Tensor):
+        return
+    storage = written.untyped_storage().data_ptr()
+    for other, tensor in others.items():
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() == storage and overlap(written, tensor):
+            raise ValueError(f"{name}: shares memory with {other}, expected memory of its own (clone one of the two)")
 
 
 def inference_only(name: str, tensor: Tensor) -> Tensor:
@@ -165,12 +193,49 @@ def real(name: str, value: float, low: float, high: float, *, note: str = "") ->
         TypeError: not a number. ValueError: out of bounds, or NaN.
     """
     if type(value) is not float:
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"{name}: got {value!r}, expected a number")
-        value = float(value)
+        try:
+            value = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name}: got {value!r}, expected a number") from None
     if not low <= value <= high:
         raise ValueError(f"{name}: got {value}, expected {low:g} <= {name} <= {high:g}{note}")
     return value
+
+
+def soft_cap(value: float) -> float:
+    """logit_cap as a Python float: 0, or within the bounds in which the kernels' f32 products are numbers.
+
+    Raises:
+        As `real`.
+    """
+    if type(value) is not float:
+        value = real("logit_cap", value, -math.inf, math.inf)
+    return 0.0 if value == 0 else real("logit_cap", value, 1e-20, 1e20, note=" or 0 (off)")
+
+
+def flag(name: str, value: bool) -> bool:
+    """True or False; anything else that Python would take for one ("no", None) is a mistake.
+
+    Raises:
+        TypeError: not a boolean.
+    """
+    if value is True or value is False:
+        return value
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's
+        raise TypeError(f"{name}: got {value!r}, expected True or False")
+    return bool(value)
+
+
+def integer(name: str, value: int) -> int:
+    """A Python integer.
+
+    Raises:
+        TypeError: not an integer.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, expected an integer") from None
 
 
 def kernel_window(window: int) -> int:
@@ -179,10 +244,7 @@ def kernel_window(window: int) -> int:
     Raises:
         TypeError: not an integer. ValueError: negative.
     """
-    try:
-        window = operator.index(window)
-    except TypeError:
-        raise TypeError(f"window: got {window!r}, expected an integer") from None
+    window = integer("window", window)
     if window < 0:
         raise ValueError(f"window: got {window}, expected >= 0 (visible keys including the query's own; 0 = off)")
     return min(window, OFF) or OFF
@@ -203,7 +265,13 @@ def refuse_later_options(*, tree_mask: Any = None, k_scale: Any = None, v_scale:
             raise NotImplementedError(f"{name}: got {scale!r}; {_FP8_LATER}")
 
 
-def expect_page_size(page_size: int) -> None:
-    """page_size is a promise about req_to_token; its value must make sense."""
-    if not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size: got {page_size!r}, expected an integer >= 1")
+def pages(page_size: int) -> int:
+    """page_size as a Python integer; it is a promise about req_to_token.
+
+    Raises:
+        TypeError: not an integer. ValueError: out of bounds.
+    """
+    page_size = integer("page_size", page_size)
+    if not 1 <= page_size <= OFF:
+        raise ValueError(f"page_size: got {page_size}, expected 1..{OFF}")
+    return page_size

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tilewright.runtime.forward_batch import ForwardMode, served_mode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
-from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.plan import Plan, PlanBuffers, host_lengths, plan_decode, plan_extend
+
+_FILL = 1
 
 
 class AttentionBackend:
@@ -55,6 +57,9 @@ class AttentionBackend:
     def support_triton(self) -> bool:
         """Whether write helpers may use Triton kernels beside this backend."""
         return False
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Between the warm-up forward and the capture of a graph."""
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
         """None: sparse indexers are not served."""
@@ -113,7 +118,10 @@ class AttentionBackend:
 
 @dataclass
 class PagedMetadata:
-    """One forward pass: the lengths on the host, and the plans that its layers share (made by the first that asks)."""
+    """One forward pass: the lengths on the host, and the plans that its layers share (made by the first that asks).
+
+    graph: the pass is captured, and these plans serve every replay of the graph.
+    """
 
     mode: ForwardMode
     kv_lens: np.ndarray
@@ -121,6 +129,11 @@ class PagedMetadata:
     q_starts: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
     plans: dict[tuple, Plan] = field(default_factory=dict)
+    graph: bool = False
+
+    def lens(self, cross: bool) -> np.ndarray | None:
+        """Keys of each request that a layer sees."""
+        return self.encoder_lens if cross else self.kv_lens
 
 
 class PagedAttentionBackend(AttentionBackend):
@@ -148,15 +161,48 @@ class PagedAttentionBackend(AttentionBackend):
         self.page_size = getattr(self.token_to_kv_pool, "page_size", 1)
         self.batch_invariant = batch_invariant
         self.forward_metadata: PagedMetadata | None = None
+        self._graphs: dict[int, PagedMetadata] = {}
         if hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa"):
             raise NotImplementedError("token_to_kv_pool: a pool with separate sliding-window slots is not served yet")
 
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare one forward pass that is not a graph's."""
+        self.forward_metadata = self._read(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to allocate yet: each batch size gets its plans in the warm-up before its capture."""
+        self._graphs.clear()
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of the requests that pad a batch to the size of a graph."""
+        return _FILL
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Read the lengths of the batch, once for all layers."""
+        """Before the capture of a graph (a warm-up forward must follow, which makes its plans), and before each replay.
+
+        Raises:
+            NotImplementedError: capture of another mode than DECODE.
+        """
+        mode = served_mode(forward_batch.forward_mode)
+        known = self._graphs.get(forward_batch.batch_size) if mode.is_decode() and not in_capture else None
+        metadata = self._read(forward_batch)
+        if in_capture and metadata is not None:
+            if not mode.is_decode():
+                raise NotImplementedError(f"forward_mode {mode.name}: only DECODE is captured in graphs yet")
+            metadata.graph = True
+            self._graphs[forward_batch.batch_size] = metadata
+        elif known is not None and metadata is not None:
+            known.kv_lens, known.encoder_lens = metadata.kv_lens, metadata.encoder_lens
+            for (*_, cross, _), plan in known.plans.items():
+                plan.update(None, seq_lens_cpu=known.lens(cross))
+            metadata = known
+        self.forward_metadata = metadata
+
+    def _read(self, forward_batch: Any) -> PagedMetadata | None:
+        """The lengths of the batch, once for all layers; None: there is nothing to run."""
         mode = served_mode(forward_batch.forward_mode)
         if mode.is_idle():
-            self.forward_metadata = None
-            return
+            return None
         seq_lens_cpu = getattr(forward_batch, "seq_lens_cpu", None)
         kv_lens = host_lengths("seq_lens", forward_batch.seq_lens if seq_lens_cpu is None else seq_lens_cpu)
         metadata = PagedMetadata(mode, kv_lens)
@@ -168,7 +214,7 @@ class PagedAttentionBackend(AttentionBackend):
         encoder_lens = getattr(forward_batch, "encoder_lens", None)
         if encoder_lens is not None:
             metadata.encoder_lens = host_lengths("encoder_lens", encoder_lens, len(kv_lens))
-        self.forward_metadata = metadata
+        return metadata
 
     def _plan(self, layer: Any, *, cross: bool, causal: bool, window: int) -> Plan:
         metadata = self.forward_metadata
@@ -181,12 +227,21 @@ class PagedAttentionBackend(AttentionBackend):
             "head_dim_qk": layer.qk_head_dim,
             "head_dim_vo": layer.v_head_dim,
         }
-        # In decode the window is the call's: layers with and without one share a plan.
-        key = (*sizes.values(), cross) if decode else (*sizes.values(), cross, causal, window)
+        # In decode the window is the call's: layers with and without one share a plan, but for a graph's, which has
+        # one list.
+        key: tuple[Any, ...]
+        if metadata.graph:
+            key = (*sizes.values(), cross, window)
+        else:
+            key = (*sizes.values(), cross) if decode else (*sizes.values(), cross, causal, window)
         plan = metadata.plans.get(key)
         if plan is None:
-            lens = metadata.encoder_lens if cross else metadata.kv_lens
-            common = {"device": self.device, "batch_invariant": self.batch_invariant, **sizes}
+            lens = metadata.lens(cross)
+            common: dict[str, Any] = {"device": self.device, "batch_invariant": self.batch_invariant, **sizes}
+            if metadata.graph:
+                slots = self.token_to_kv_pool.get_key_buffer(layer.layer_id).shape[0]
+                memory = {name: size for name, size in sizes.items() if name != "head_dim_qk"}
+                common["buffers"] = PlanBuffers.for_decode(len(metadata.kv_lens), slots, device=self.device, **memory)
             if decode:
                 plan = plan_decode(lens, **common)
             else:

@@ -75,7 +75,7 @@ def _check_pages(table: np.ndarray, visible: np.ndarray, start: np.ndarray, page
 
 
 def check_loc(loc: Tensor, num_slots: int) -> None:
-    """Slots to write: -1 (skipped) or in range. The same slot twice is allowed: any one of the rows wins."""
+    """Slots to write: -1 (skipped) or in range. The same slot twice is allowed: the last row wins."""
     values = _host(loc)
     _first("loc", values, (values < -1) | (values >= num_slots), f"-1 or 0..{num_slots - 1}, a slot of k_buffer")
 
@@ -93,6 +93,15 @@ def check_states(state_indices: Tensor, num_slots: int) -> None:
     used, counts = np.unique(values[values >= 0], return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"state_indices: slot {used[counts > 1][0]} occurs twice, expected one request per state")
+
+
+def check_slopes(slopes: Tensor) -> None:
+    """Decay rates: a negative one grows without bound, and what is no number makes every state one."""
+    values = slopes.detach().cpu().numpy()
+    bad = ~((values >= 0) & np.isfinite(values))
+    if bad.any():
+        head = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"slopes[{head}]: got {values[head]:g}, expected a finite decay rate >= 0")
 
 
 def check_indptr(qo_indptr: Tensor, tokens: int) -> None:

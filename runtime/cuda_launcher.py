@@ -80,6 +80,9 @@ class CudaLauncher:
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
         self._cubins: list[ctypes.Array] = []
 
+    def cut_next_loop(self, tasks: int) -> None:
+        """Nothing: of `launcher.Launcher`, for loops on the CPU."""
+
     def load(self, path: Path, cubin: bytes, kernels: Mapping[str, KernelEntry]) -> tvm_ffi.Module:
         """Load the host code at `path` and give it its kernels. It stays loaded until the process ends.
 

@@ -98,8 +98,8 @@ class DecodeWork:
             self.rows = _NO_ROWS
             self.partials = 0
         if tiling.max_split and not batch_invariant:
-            ends = kv_lens - self._last_begin if split else self.items[np.argsort(self._request), KV_LEN]
-            room = np.clip(tiling.max_split - ends, 0, tiling.chunk)
+            last = kv_lens - self._last_begin if split else lengths
+            room = np.minimum(np.maximum(tiling.max_split - last, 0), tiling.chunk)
         self._room = room.astype(np.uint64)
 
     def _split(self, base: Ints | int, low: Ints | int, size: Ints, counts: Ints) -> None:

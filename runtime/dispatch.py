@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from tilewright.runtime import env, store
-from tilewright.runtime.errors import MissingModuleError
+from tilewright.runtime.errors import IntegrityError, MissingModuleError
 from tilewright.runtime.planner import Tiling
 from tilewright.schedules.workload import Workload
 
@@ -23,14 +23,22 @@ class Kernel:
 
     Attributes:
         run: the function (docs/kernel-abi.md). tiling: the planner's parameters, None where the operator has none.
+        cut_next_loop: as of store.Module.
     """
 
-    __slots__ = ("run", "tiling")
+    __slots__ = ("cut_next_loop", "run", "tiling")
 
     def __init__(self, module: store.Module) -> None:
         self.run = module.function
         plan = module.plan
-        self.tiling = Tiling(**plan) if plan else None
+        try:
+            self.tiling = Tiling(**plan) if plan else None
+        except TypeError:
+            raise IntegrityError(
+                f"{module.path.parent}: manifest: plan: got {plan}, expected {', '.join(Tiling._fields)}; "
+                "build it again"
+            ) from None
+        self.cut_next_loop = module.cut_next_loop
 
 
 @cache
@@ -62,14 +70,16 @@ def kernel(
         raise NotImplementedError(f"device: got {device}, expected tensors on the CPU or on a CUDA device")
     try:
         return Kernel(store.load(workload))
-    except MissingModuleError:
+    except MissingModuleError as error:
         if head_dim_qk is None or env.STRICT.get():
             raise
         module = store.load(Workload(operator, dtype))
+        unusable = "".join(f"\nnot usable: {item}" for item in error.unusable)
     _log.warning(
         "%s has no module of its own: the general one serves it, correct but not tuned; build it with: "
-        "tilewright build %s",
+        "tilewright build %s%s",
         workload.name,
         workload.name,
+        unusable,
     )
     return Kernel(module)

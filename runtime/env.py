@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from tilewright.runtime.errors import Error
 
 T = TypeVar("T")
+_environment: Mapping[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 
 
 class EnvironmentVariableError(Error, ValueError):
@@ -38,6 +39,10 @@ class Variable(Generic[T]):
     default: T
     doc: str
 
+    @cached_property
+    def _encoded(self) -> bytes:
+        return os.fsencode(self.name)
+
     @property
     def raw(self) -> str:
         """The text as set, "" where unset."""
@@ -49,6 +54,9 @@ class Variable(Generic[T]):
         Raises:
             EnvironmentVariableError: the text is not one of the values it may have.
         """
+        # os.environ.get costs microseconds where a variable is not set, and every call of attention asks for one.
+        if self._encoded not in _environment:
+            return self.default
         text = self.raw
         if not text:
             return self.default
@@ -73,12 +81,19 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
+def _folder(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("a folder (there is no user of that name)") from None
+
+
 def _paths(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+    return tuple(_folder(part) for part in text.split(os.pathsep) if part)
 
 
 def _path(text: str) -> Path | None:
-    return Path(text).expanduser()
+    return _folder(text)
 
 
 def _text(text: str) -> str | None:

@@ -8,7 +8,13 @@ class Error(Exception):
 
 
 class MissingModuleError(Error, LookupError):
-    """No usable module serves the workload; the message lists what was tried and what builds it."""
+    """No usable module serves the workload; the message lists what was tried and what builds it.
+
+    Attributes:
+        unusable: what is wrong with each artifact that is there, () where there is none.
+    """
+
+    unusable: tuple[str, ...] = ()
 
 
 class IntegrityError(Error):

@@ -6,11 +6,14 @@ Nothing runs at import.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+from tilewright.runtime.env import get_logger
 
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -37,18 +40,30 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
 
 
+def _request_tiles() -> int:
+    """arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): 0 or the errno. The process and its threads have it from then on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return 0 if libc.syscall(*(ctypes.c_long(value) for value in arguments)) == 0 else ctypes.get_errno()
+
+
 @cache
 def amx_permission() -> bool:
-    """Ask the kernel, once per process, to let this process use the AMX tile registers.
+    """Ask the kernel, once per process, to let this process use the AMX tile registers; a refusal is logged.
 
     It covers every thread and is inherited by fork (not by exec), so the cached answer stays true in children.
     """
     if platform.machine() != "x86_64" or "amx_tile" not in cpu_features():
         return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
-    return libc.syscall(*(ctypes.c_long(value) for value in arguments)) == 0
+    error = _request_tiles()
+    if error:
+        get_logger("features").warning(
+            "AMX: the kernel refuses tile registers to this process (arch_prctl: %s): AMX modules are not used. "
+            "Linux 5.16 or newer grants them, unless signal stacks are too small for them or a sandbox forbids it",
+            os.strerror(error),
+        )
+    return not error
 
 
 def usable_features() -> frozenset[str]:

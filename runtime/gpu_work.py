@@ -12,8 +12,9 @@ from torch import Tensor
 from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.planner import Ints, WorkList
 
-# Copies that may be under way: the host waits only where it is so many plans ahead of the GPU.
-_SLOTS = 4
+# Copies that may be under way: the host waits only where it is so many plans ahead of the GPU. An event costs as much
+# as a copy, so one stands for a group of them.
+_SLOTS, _GROUP = 32, 8
 
 
 @cache
@@ -25,16 +26,21 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class _Slot:
-    """One staging area and the event after its last copy."""
+    """One staging area.
 
-    __slots__ = ("event", "items", "items_tensor", "rows", "rows_tensor")
+    Attributes:
+        items, rows: its memory.
+        moving: the part that a move of the present list copies: to, from, and from as an array.
+    """
+
+    __slots__ = ("items", "items_array", "moving", "rows", "rows_array")
 
     def __init__(self, items: Tensor, rows: Tensor) -> None:
         on_gpu = items.device.type == "cuda"
-        self.items_tensor = torch.zeros(items.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self.rows_tensor = torch.zeros(rows.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self.items, self.rows = self.items_tensor.numpy(), self.rows_tensor.numpy()
-        self.event: torch.cuda.Event | None = None
+        self.items = torch.zeros(items.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self.rows = torch.zeros(rows.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self.items_array, self.rows_array = self.items.numpy(), self.rows.numpy()
+        self.moving: tuple[Tensor, Tensor, np.ndarray] | None = None
 
 
 class GpuWork:
@@ -44,46 +50,51 @@ class GpuWork:
     used is padding (q_len 0, count 0), which the kernels skip. So a captured graph replays with any batch that fits.
     """
 
-    __slots__ = ("_fixed", "_next", "_slots", "_used", "_work", "buffers", "items", "num_items", "part_lse", "part_o",
-                 "rows")  # fmt: skip
+    __slots__ = (
+        *("_events", "_fixed", "_next", "_slots", "_used", "_work"),
+        *("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks"),
+    )
 
     def __init__(self, buffers: Any, fixed: bool) -> None:
         self.buffers, self._fixed = buffers, fixed
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.items: Tensor = buffers.items[:0]
         self.rows: Tensor | None = None
-        self.num_items = 0
+        self.num_items, self.tasks = 0, 1
         self._slots: list[_Slot] = []
         self._next = 0
+        self._events: list[torch.cuda.Event | None] = [None] * (_SLOTS // _GROUP)
         # Rows of the device's lists that may hold something else than padding.
         self._used = buffers.capacity[:2]
         self._work: WorkList | DecodeWork | None = None
 
     def _slot(self) -> _Slot:
         """A staging area that no copy reads any more."""
-        if len(self._slots) < _SLOTS:
+        number = self._next
+        self._next = (number + 1) % _SLOTS
+        if number % _GROUP == 0:
+            event = self._events[number // _GROUP]
+            if event is not None:
+                event.synchronize()
+        if number == len(self._slots):
             self._slots.append(_Slot(self.buffers.items, self.buffers.rows))
-            return self._slots[-1]
-        self._next = (self._next + 1) % _SLOTS
-        slot = self._slots[self._next]
-        if slot.event is not None:
-            slot.event.synchronize()
-        return slot
+        return self._slots[number]
 
-    def _sent(self, slot: _Slot) -> None:
-        if self.items.device.type == "cuda":
-            if slot.event is None:
-                slot.event = torch.cuda.Event()
-            slot.event.record(torch.cuda.current_stream(self.items.device))
+    def _sent(self) -> None:
+        """Called after the copies of a slot: the last of a group marks when all of them are done."""
+        if self._next % _GROUP == 0 and self.items.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.items.device))
+            self._events[(self._next - 1) % _SLOTS // _GROUP] = event
 
     def fill(self, work: WorkList | DecodeWork) -> None:
         """Put `work` in the place of what is there, on the current stream; it must fit."""
         self._work = work
         slot = self._slot()
         items, rows = len(work.items), len(work.rows)
-        slot.items[:items], slot.rows[:rows] = work.items, work.rows
+        slot.items_array[:items], slot.rows_array[:rows] = work.items, work.rows
         if self._fixed:
-            slot.items[items : self._used[0]], slot.rows[rows : self._used[1]] = 0, 0
+            slot.items_array[items : self._used[0]], slot.rows_array[rows : self._used[1]] = 0, 0
             end_items, end_rows = max(items, self._used[0]), max(rows, self._used[1])
             self.items, self.rows = self.buffers.items, self.buffers.rows
             self.num_items = self.buffers.items.shape[0]
@@ -92,10 +103,12 @@ class GpuWork:
             self.items, self.rows = self.buffers.items[:items], self.buffers.rows[:rows] if rows else None
             self.num_items = items
         self._used = (items, rows)
-        self.buffers.items[:end_items].copy_(slot.items_tensor[:end_items], non_blocking=True)
+        self.buffers.items[:end_items].copy_(slot.items[:end_items], non_blocking=True)
         if end_rows:
-            self.buffers.rows[:end_rows].copy_(slot.rows_tensor[:end_rows], non_blocking=True)
-        self._sent(slot)
+            self.buffers.rows[:end_rows].copy_(slot.rows[:end_rows], non_blocking=True)
+        for known in self._slots:
+            known.moving = None
+        self._sent()
 
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths."""
@@ -105,11 +118,14 @@ class GpuWork:
         """Go on to lengths a little greater, on the current stream; splits, rows and padding stay as they are."""
         assert isinstance(self._work, DecodeWork)
         self._work.move(kv_lens)
-        items = self._used[0]
         slot = self._slot()
-        slot.items[:items] = self._work.items
-        self.buffers.items[:items].copy_(slot.items_tensor[:items], non_blocking=True)
-        self._sent(slot)
+        if slot.moving is None:
+            items = self._used[0]
+            slot.moving = self.buffers.items[:items], slot.items[:items], slot.items_array[:items]
+        to, source, array = slot.moving
+        np.copyto(array, self._work.items)
+        to.copy_(source, non_blocking=True)
+        self._sent()
 
 
 def lengths_on_host(values: Any) -> np.ndarray | None:

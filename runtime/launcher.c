@@ -48,9 +48,16 @@ typedef struct {
 } TaskEnv;
 typedef int (*Task)(int task_id, TaskEnv *env, void *data);
 
-/* Work items differ in length by orders of magnitude, so a loop is cut into more tasks than threads and whoever is free
- * takes the next. Eight keep the longest wait near an eighth of the even share. */
+/* Iterations may differ in length by orders of magnitude, so a loop is cut into more tasks than threads and whoever is free
+ * takes the next. Eight keep the longest wait near an eighth of the even share where neighbours are alike; who knows more
+ * of the iterations than that says how many tasks are best. Which thread runs a task never changes what it computes. */
 enum { TASKS_PER_THREAD = 8 };
+
+static __thread int wanted_tasks;
+
+/* Cut the next parallel loop that this thread starts into so many tasks (runs of neighbouring iterations); 0: no wish. Any
+ * number is right, for any loop. */
+EXPORT void tilewright_cut_next_loop(int tasks) { wanted_tasks = tasks; }
 
 typedef struct {
   Task task;
@@ -96,12 +103,15 @@ static int usable_threads(void) {
 /* __TVMBackendParallelLaunch. num_task 0: as many as is best. */
 EXPORT int tilewright_launch(Task task, void *data, int num_task) {
   int threads = host.omp_in_parallel() ? 1 : usable_threads();
-  if (threads <= 1) {
+  if (num_task <= 0) num_task = wanted_tasks > 0 ? wanted_tasks : threads * TASKS_PER_THREAD;
+  wanted_tasks = 0;
+  /* Never a team of fewer: libgomp ends the threads that a smaller team has no use for, and makes them again for torch. */
+  if (threads <= 1 || num_task == 1) {
     /* The tasks of a loop are independent, so one task may run them all: no pool, no region, the error stays in place. */
     TaskEnv env = {NULL, 1};
     return task(0, &env, data);
   }
-  Loop loop = {task, data, num_task > 0 ? num_task : threads * TASKS_PER_THREAD, 0, NULL, 0};
+  Loop loop = {task, data, num_task, 0, NULL, 0};
   host.gomp_parallel(run_tasks, &loop, (unsigned)threads, 0);
   if (!loop.failed) return 0;
   if (loop.error) {

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from tilewright.runtime.errors import IncompatibleModuleError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import tvm_ffi
 
 LIBRARY_NAME = "liblauncher.so"
@@ -26,6 +28,7 @@ _POINTERS = {
     "__TVMBackendAllocWorkspace": "tilewright_alloc_workspace",
     "__TVMBackendFreeWorkspace": "tilewright_free_workspace",
 }
+_FUNCTIONS = (*_POINTERS.values(), "tilewright_cut_next_loop", "tilewright_workspace_bytes")
 PATCHED_SYMBOLS = frozenset(_POINTERS)
 # The mangled name is that of at::get_num_threads().
 _OMP_FUNCTIONS = ("GOMP_parallel", "_ZN2at15get_num_threadsEv", "omp_in_parallel")
@@ -101,7 +104,7 @@ class Launcher:
         """Open and bind the library at `path`.
 
         Raises:
-            IncompatibleModuleError: torch or apache-tvm-ffi lacks a function that it needs.
+            IncompatibleModuleError: another version; or torch or apache-tvm-ffi lacks a function that it needs.
         """
         from tvm_ffi.libinfo import find_libtvm_ffi
 
@@ -118,8 +121,17 @@ class Launcher:
         failure = self._library.tilewright_bind(table)
         if failure:
             raise OSError(failure, os.strerror(failure), str(path))
+        missing = [name for name in _FUNCTIONS if address_of(self._library, name) is None]
+        if missing:
+            raise IncompatibleModuleError(
+                f"{path}: {', '.join(missing)}: missing, it is of another tilewright; rebuild it"
+            )
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
         self._library.tilewright_workspace_bytes.restype = ctypes.c_int64
+        # The interpreter's lock is kept: letting go of it costs more than the call.
+        self.cut_next_loop: Callable[[int], object] = ctypes.PyDLL(str(path)).tilewright_cut_next_loop
+        """Cut the next parallel loop that the calling thread starts into so many tasks; any number is right."""
+        self.cut_next_loop.argtypes, self.cut_next_loop.restype = [ctypes.c_int], None  # type: ignore[attr-defined]
 
     def workspace_bytes(self) -> int:
         """Bytes of kernel workspace that all threads hold now, in use or cached."""

@@ -95,7 +95,12 @@ def read_manifest(folder: Path) -> Manifest:
         IncompatibleModuleError: it is of another schema.
     """
     path = folder / MANIFEST_NAME
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         schema = msgspec.json.decode(data, type=_Header).schema
         if schema != SCHEMA:
@@ -138,6 +143,8 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> Path:
         actual = file_entry(path)
     except FileNotFoundError:
         raise IntegrityError(f"{path}: missing, the manifest lists it; delete the folder and build it again") from None
+    except OSError as error:
+        raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
     for what in ("size", "sha256"):
         want, got = getattr(expected, what), getattr(actual, what)
         if want != got:

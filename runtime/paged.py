@@ -14,9 +14,11 @@ from tilewright.runtime import checked, env
 from tilewright.runtime.arguments import (
     dtype_name,
     expect,
+    expect_apart,
     expect_index,
     expect_multiple,
     expect_writable,
+    flag,
     inference_only,
     refuse_later_options,
     sizes,
@@ -87,7 +89,7 @@ def decode_attention(
         k_scale: None or 1 (fp8 pools are not served yet).
         v_scale: as k_scale.
         page_size: a promise that so many aligned positions are consecutive slots.
-        out: [B, Hq, Dv] to write to; None = a new tensor.
+        out: [B, Hq, Dv] to write to, in memory that no other argument uses; None = a new tensor.
         return_lse: also return ln(sum exp(score)) over the visible keys, without the sink.
         batch_invariant: a request's result is bitwise the same in any batch.
         plan: of `plan_decode`; None = made here, which reads seq_lens.
@@ -102,6 +104,7 @@ def decode_attention(
     """
     if k_scale is not None or v_scale is not None:
         refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     write = None
     if key is not None or value is not None:
         if key is None or value is None or loc is None:
@@ -117,6 +120,12 @@ def decode_attention(
             sm_scale=sm_scale, logit_cap=logit_cap, window=window, sinks=sinks, kv_start=kv_start, kv_lens=kv_lens,
             page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
+    if write is not None:
+        _expect_pools_apart(key, value, k_buffer, v_buffer)
+    if out is not None:
+        expect_apart("out", out, q=q)
+        if env.CHECK.get():  # a microsecond of a call that takes twenty
+            expect_apart("out", out, k_buffer=k_buffer, v_buffer=v_buffer)
     return run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None,
         sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=write,
@@ -183,9 +192,10 @@ def extend_attention(
         k_scale: as in decode.
         v_scale: as in decode.
         page_size: as in decode.
-        out: [T, Hq, Dv] to write to.
+        out: as in decode, [T, Hq, Dv].
         return_lse: as in decode.
-        batch_invariant: also the same however the request was cut into chunks.
+        batch_invariant: also the same however the request was cut into chunks (on a GPU not that yet: its kernels take
+            the keys of the pool and new ones in tiles of their own).
         plan: of `plan_extend`, with the same causal and window.
 
     Returns:
@@ -197,6 +207,7 @@ def extend_attention(
     refuse_later_options(tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale)
     if (k is None) != (v is None):
         raise ValueError("k, v: got one of the two, expected both or neither")
+    causal, batch_invariant = flag("causal", causal), flag("batch_invariant", batch_invariant)
     if torch.compiler.is_compiling():
         from tilewright.runtime import ops
 
@@ -206,6 +217,8 @@ def extend_attention(
             kv_lens=kv_lens, page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant,
             plan=plan,
         )  # fmt: skip
+    if out is not None:
+        expect_apart("out", out, q=q, k=k, v=v, k_buffer=k_buffer, v_buffer=v_buffer)
     return run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
         sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=None,
@@ -227,7 +240,7 @@ def write_kv(
     """Write new keys and values into the pool: k_buffer[loc[t]] = k[t], v_buffer[loc[t]] = v[t].
 
     Args:
-        k: [T, Hk, D], bf16, fp16 or f32.
+        k: [T, Hk, D], bf16, fp16 or f32; no part of a pool (clone rows to move them within one).
         v: [T, Hk, Dv]; not written where v_buffer starts at k_buffer (a view of it, as in MLA).
         k_buffer: [S, Hk, D], written in place.
         v_buffer: [S, Hk, Dv], written in place.
@@ -254,10 +267,18 @@ def write_kv(
     expect_index("loc", loc, (tokens,), k.device)
     expect_writable("k_buffer", k_buffer)
     expect_writable("v_buffer", v_buffer)
+    _expect_pools_apart(k, v, k_buffer, v_buffer)
     if env.CHECK.get():
         checked.check_loc(loc, slots)
     if tokens:
         write_rows(dtype, k, v, loc, k_buffer, v_buffer)
+
+
+def _expect_pools_apart(k: Tensor | None, v: Tensor | None, k_buffer: Tensor, v_buffer: Tensor) -> None:
+    """New rows and both pools share no memory, but for a v_buffer that starts where k_buffer does."""
+    expect_apart("k_buffer", k_buffer, k=k, v=v)
+    if k_buffer.data_ptr() != v_buffer.data_ptr():
+        expect_apart("v_buffer", v_buffer, k=k, v=v, k_buffer=k_buffer)
 
 
 def merge_states(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +17,19 @@ from tilewright.runtime.arguments import (
     expect_aligned,
     expect_index,
     expect_multiple,
-    expect_page_size,
     expect_writable,
     gpu_rows,
     inference_only,
     kernel_window,
     narrow,
+    pages,
     real,
     sizes,
+    soft_cap,
 )
-from tilewright.runtime.dispatch import kernel
-from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.dispatch import Kernel, kernel
+from tilewright.runtime.gpu_work import GpuWork
+from tilewright.runtime.plan import DeviceWork, Plan, host_lengths, plan_decode, plan_extend
 from tilewright.runtime.planner import OFF
 
 _LOG2E = math.log2(math.e)
@@ -64,11 +68,178 @@ def run(
     What the public functions and the torch.library operators share; `lse` is a tensor to write the LSE to,
     `write` the (key, value, loc) of decode.
     """
+    floats = (q, k_new, v_new, k_buffer, v_buffer, out, lse, sinks, *(write or ()))
+    index = (req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens)
+    options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant)
+    call = looks = None
+    if isinstance(plan, Plan):
+        try:
+            # All that the checks ask of tensors that hold numbers.
+            looks = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in floats]
+        except AttributeError:
+            pass  # no tensor: the checks say which
+        else:
+            for known_looks, known_index, known_options, known in plan.calls:
+                if known_looks == looks and known_options == options and all(map(operator.is_, known_index, index)):
+                    call = known
+                    break
+    if call is None:
+        plan, call = _prepare(
+            extend_seq_lens, q, k_new, v_new, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
+            extend_start_loc, sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks,
+            write=write, kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=lse,
+            batch_invariant=batch_invariant, plan=plan,
+        )  # fmt: skip
+        if looks is not None and not call.detach:
+            plan.calls.append((looks, index, options, call))
+            del plan.calls[:-_REMEMBERED_CALLS]
+    assert plan is not None
+    attend, work = call.attend, call.work
+    if call.detach:
+        q, k_buffer, v_buffer = q.detach(), k_buffer.detach(), v_buffer.detach()
+        if k_new is not None and v_new is not None:
+            k_new, v_new = k_new.detach(), v_new.detach()
+
+    # -- outputs
+    tokens, num_qo_heads, _ = call.out_shape
+    if out is None:
+        new = torch.empty if plan.covered == tokens else torch.zeros
+        out = new(call.out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        if not return_lse:
+            lse = plan.scratch_lse(tokens)
+        elif plan.covered == tokens:
+            lse = torch.empty((tokens, num_qo_heads), dtype=torch.float32, device=q.device)
+        else:
+            lse = torch.full((tokens, num_qo_heads), -math.inf, dtype=torch.float32, device=q.device)
+
+    from_pool = k_new is None or v_new is None
+    if env.CHECK.get():
+        if kv_lens is not None:
+            seq_lens = kv_lens
+        checked.check_plan("kv_lens" if kv_lens is not None else "seq_lens", seq_lens, plan.lengths.kv_lens)
+        if extend_seq_lens is not None:
+            checked.check_plan("extend_seq_lens", extend_seq_lens, plan.lengths.q_lens)
+            if extend_start_loc is not None:
+                checked.check_plan("extend_start_loc", extend_start_loc, plan.lengths.q_starts)
+        checked.check_table(
+            plan.lengths, req_to_token=req_to_token, req_pool_indices=req_pool_indices, kv_start=kv_start,
+            num_slots=k_buffer.shape[0], page_size=page_size, window=call.window, from_pool=from_pool,
+            length_name="kv_lens" if kv_lens is not None else "seq_lens",
+        )  # fmt: skip
+        if write is not None:
+            checked.check_loc(write[2], k_buffer.shape[0])
+
+    if call.on_gpu:
+        if not call.new_only:
+            expect_aligned("k_buffer", k_buffer)
+            expect_aligned("v_buffer", v_buffer)
+        expect_aligned("out", out, 4)
+
+    # -- run
+    if write is not None and plan.batch:
+        write_rows(call.dtype, *write, k_buffer, v_buffer)
+    if not work.num_items:
+        return (out, lse) if return_lse else out
+    sinks_f32 = call.no_sinks if sinks is None else plan.sinks_f32(sinks)
+    narrowed = plan.narrowed
+    if call.new_only:
+        assert k_new is not None and v_new is not None
+        k_buffer, v_buffer = k_new, v_new  # never read, but their sizes must agree with k_new
+    keys: tuple[Tensor, ...] = (k_buffer, v_buffer)
+    if extend_seq_lens is not None:
+        keys += keys if k_new is None or v_new is None else (k_new, v_new)
+    if call.on_gpu:
+        q, keys = gpu_rows(q), tuple(gpu_rows(rows) for rows in keys)
+    elif not call.dense:
+        q, keys = dense_rows(q), tuple(dense_rows(rows) for rows in keys)
+    attend.cut_next_loop(work.tasks)
+    attend.run(
+        q,
+        *keys,
+        narrowed(req_to_token),
+        narrowed(req_pool_indices),
+        plan.zeros if kv_start is None else narrowed(kv_start),
+        work.items,
+        sinks_f32,
+        out,
+        lse,
+        work.part_o,
+        work.part_lse,
+        call.scale_log2,
+        call.cap_log2,
+        call.scale_over_cap,
+        call.window,
+        call.lookahead,
+    )
+    if work.rows is not None:
+        kernel("merge", call.dtype, None, None, None, q.device).run(
+            work.part_o, work.part_lse, work.rows, sinks_f32, out, lse
+        )
+    return (out, lse) if return_lse else out
+
+
+class _Call(NamedTuple):
+    """What a call needs besides its tensors: everything that follows from shapes, dtypes, options and the plan.
+
+    detach: an argument requires a gradient. dense: last dimensions of all inputs are. new_only: the buffers are not
+    read and may have other sizes than the new keys. The rest is named as in docs/kernel-abi.md.
+
+    A plan remembers calls (Plan.calls) for later ones that could not be told from them by the checks: index tensors are
+    the very same (callers keep theirs for all layers of a step), the other tensors look alike.
+    """
+
+    attend: Kernel
+    work: DeviceWork | GpuWork
+    dtype: str
+    out_shape: tuple[int, int, int]
+    scale_log2: float
+    cap_log2: float
+    scale_over_cap: float
+    window: int
+    lookahead: int
+    new_only: bool
+    dense: bool
+    detach: bool
+    no_sinks: Tensor
+    on_gpu: bool
+
+
+# Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
+_REMEMBERED_CALLS = 8
+
+
+def _prepare(
+    extend_seq_lens: Tensor | None,
+    q: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_start_loc: Tensor | None,
+    *,
+    sm_scale: float | None,
+    causal: bool,
+    logit_cap: float,
+    window: int,
+    sinks: Tensor | None,
+    write: tuple[Tensor, Tensor, Tensor] | None,
+    kv_start: Tensor | None,
+    kv_lens: Tensor | None,
+    page_size: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    batch_invariant: bool,
+    plan: Plan | None,
+) -> tuple[Plan, _Call]:
+    """Check everything but index values, make the plan where none is given, find the module. Nothing is written."""
     decode = extend_seq_lens is None
     # -- shapes, dtypes, devices
     dtype = dtype_name(q)
     torch_dtype, device = q.dtype, q.device
-    on_gpu = device.type == "cuda"
     tokens, num_qo_heads, dim = sizes("q", q, 3)
     (batch,) = sizes("req_pool_indices", req_pool_indices, 1)
     expect_index("req_pool_indices", req_pool_indices, (batch,), device)
@@ -91,6 +262,8 @@ def run(
         expect("v_buffer", v_buffer, (slots, num_kv_heads, dim_vo), torch_dtype, device)
     if not num_kv_heads or not num_qo_heads or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: got {num_qo_heads} heads, expected a multiple of the {num_kv_heads} KV heads")
+    if not dim or not dim_vo:
+        raise ValueError(f"q, v_buffer: got head dims {dim} and {dim_vo}, expected at least 1")
     expect_index("req_to_token", req_to_token, sizes("req_to_token", req_to_token, 2), device)
     expect_index("seq_lens", seq_lens, (batch,), device)
     if extend_seq_lens is not None:
@@ -122,15 +295,14 @@ def run(
         expect_writable("k_buffer", k_buffer)
         expect_writable("v_buffer", v_buffer)
     if page_size != 1:
-        expect_page_size(page_size)
-    # Bounds within which the quotient and the products below are f32 numbers.
-    if logit_cap != 0:
-        logit_cap = real("logit_cap", logit_cap, 1e-20, 1e20, note=" or 0 (off)")
+        page_size = pages(page_size)
+    logit_cap = soft_cap(logit_cap)
     scale = dim**-0.5 if sm_scale is None else real("sm_scale", sm_scale, -1e15, 1e15)
-    q = inference_only("q", q)
-    k_buffer, v_buffer = inference_only("k_buffer", k_buffer), inference_only("v_buffer", v_buffer)
+    inputs = {"q": q, "k_buffer": k_buffer, "v_buffer": v_buffer}
     if k_new is not None and v_new is not None:
-        k_new, v_new = inference_only("k", k_new), inference_only("v", v_new)
+        inputs |= {"k": k_new, "v": v_new}
+    for name, tensor in inputs.items():
+        inference_only(name, tensor)
 
     # -- the plan and the module
     if plan is None:
@@ -156,87 +328,29 @@ def run(
                     f"k: got heads and dims {list(k_new.shape[1:])}, expected {list(k_buffer.shape[1:])} of k_buffer "
                     f"and {list(v_buffer.shape[1:])} of v_buffer for v (they may differ only where every prefix is 0)"
                 )
-            k_buffer, v_buffer = k_new, v_new  # never read, but their sizes must agree with k_new
-    operator = "paged_decode" if decode else "paged_extend"
-    attend = kernel(operator, dtype, num_qo_heads // num_kv_heads, dim, dim_vo, device)
+    name = "paged_decode" if decode else "paged_extend"
+    attend = kernel(name, dtype, num_qo_heads // num_kv_heads, dim, dim_vo, device)
     assert attend.tiling is not None
     work = plan.work(attend.tiling, window, from_pool)
-
-    # -- outputs
-    if out is None:
-        new = torch.empty if plan.covered == tokens else torch.zeros
-        out = new((tokens, num_qo_heads, dim_vo), dtype=torch_dtype, device=device)
-    else:
+    if out is not None:
         expect("out", out, (tokens, num_qo_heads, dim_vo), torch_dtype, device)
         expect_writable("out", out)
     if lse is not None:
         expect("lse", lse, (tokens, num_qo_heads), torch.float32, device)
         expect_writable("lse", lse)
-    elif not return_lse:
-        lse = plan.scratch_lse(tokens)
-    elif plan.covered == tokens:
-        lse = torch.empty((tokens, num_qo_heads), dtype=torch.float32, device=device)
-    else:
-        lse = torch.full((tokens, num_qo_heads), -math.inf, dtype=torch.float32, device=device)
-
-    if env.CHECK.get():
-        checked.check_plan("kv_lens" if kv_lens is not None else "seq_lens", seq_lens, plan.lengths.kv_lens)
-        if extend_seq_lens is not None:
-            checked.check_plan("extend_seq_lens", extend_seq_lens, plan.lengths.q_lens)
-            if extend_start_loc is not None:
-                checked.check_plan("extend_start_loc", extend_start_loc, plan.lengths.q_starts)
-        checked.check_table(
-            plan.lengths, req_to_token=req_to_token, req_pool_indices=req_pool_indices, kv_start=kv_start,
-            num_slots=slots, page_size=page_size, window=window, from_pool=from_pool,
-            length_name="kv_lens" if kv_lens is not None else "seq_lens",
-        )  # fmt: skip
-        if write is not None:
-            checked.check_loc(write[2], slots)
-
-    # -- run
-    if write is not None and batch:
-        write_rows(dtype, *write, k_buffer, v_buffer)
-    if not work.num_items:
-        return (out, lse) if return_lse else out
-    if logit_cap:
-        cap_log2, scale_over_cap = logit_cap * _LOG2E, scale / logit_cap
-    else:
-        cap_log2 = scale_over_cap = 0.0
-    sinks_f32 = sinks_off(num_qo_heads, device) if sinks is None else plan.sinks_f32(sinks)
-    narrowed = plan.narrowed
-    k_buffer, v_buffer = dense_rows(k_buffer), dense_rows(v_buffer)
-    rows = dense_rows
-    if on_gpu:
-        rows = gpu_rows
-        expect_aligned("k_buffer", k_buffer)
-        expect_aligned("v_buffer", v_buffer)
-        expect_aligned("out", out)
-    q = rows(q)
-    paging = (
-        narrowed(req_to_token),
-        narrowed(req_pool_indices),
-        plan.zeros if kv_start is None else narrowed(kv_start),
-        work.items,
-        sinks_f32,
-        out,
-        lse,
-        work.part_o,
-        work.part_lse,
-        scale * _LOG2E,
-        cap_log2,
-        scale_over_cap,
-        window,
-        0 if causal else OFF,
-    )
-    if decode:
-        attend.run(q, k_buffer, v_buffer, *paging)
-    elif k_new is None or v_new is None:
-        attend.run(q, k_buffer, v_buffer, k_buffer, v_buffer, *paging)
-    else:
-        attend.run(q, k_buffer, v_buffer, rows(k_new), rows(v_new), *paging)
-    if work.rows is not None:
-        kernel("merge", dtype, None, None, None, device).run(work.part_o, work.part_lse, work.rows, sinks_f32, out, lse)
-    return (out, lse) if return_lse else out
+    return plan, _Call(
+        attend, work, dtype, (tokens, num_qo_heads, dim_vo),
+        scale_log2=scale * _LOG2E,
+        cap_log2=logit_cap * _LOG2E,
+        scale_over_cap=scale / logit_cap if logit_cap else 0.0,
+        window=window,
+        lookahead=0 if causal else OFF,
+        new_only=new_only,
+        dense=all(tensor is dense_rows(tensor) for tensor in inputs.values()),
+        no_sinks=sinks_off(num_qo_heads, device),
+        on_gpu=device.type == "cuda",
+        detach=any(tensor.requires_grad for tensor in (*inputs.values(), sinks, out, lse) if tensor is not None),
+    )  # fmt: skip
 
 
 def _make_plan(

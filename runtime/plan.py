@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright.runtime import gpu_work
-from tilewright.runtime.arguments import kernel_window, narrow
+from tilewright.runtime.arguments import flag, integer, kernel_window, narrow
 from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.gpu_work import GpuWork, lengths_on_host
 from tilewright.runtime.planner import (
@@ -75,7 +75,11 @@ class PlanBuffers:
         head_dim_vo: int,
         device: torch.device | str,
     ) -> PlanBuffers:
-        """Allocate for any decode batch on a GPU of at most so many requests with so many keys in all."""
+        """Allocate for any decode batch on a GPU of at most so many requests.
+
+        `tokens`: keys of all of them together; with more, `batch_invariant` plans are refused, and others leave out the
+        splits that a module's `max_split` asks for.
+        """
         processors = gpu_work.multiprocessors(torch.empty(0, device=device).device)
         # Besides one a request: pieces that keep all blocks busy, and those of a largest size or at fixed positions.
         pieces = -(-FINE * processors * _MOST_CTAS // num_kv_heads) + tokens // _SMALLEST_BOUND
@@ -95,20 +99,23 @@ class PlanBuffers:
 
 
 class DeviceWork:
-    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run."""
+    """One work list on the device: views of buffers, refreshed in place. Empty `items` = nothing to run.
 
-    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows")
+    tasks: as of WorkList.
+    """
+
+    __slots__ = ("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks")
 
     def __init__(self, buffers: PlanBuffers) -> None:
         self.buffers = buffers
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.items = buffers.items[:0]
         self.rows: Tensor | None = None
-        self.num_items = 0
+        self.num_items, self.tasks = 0, 1
 
     def fill(self, work: WorkList) -> None:
         """Copy `work` in; it must fit."""
-        self.num_items = len(work.items)
+        self.num_items, self.tasks = len(work.items), work.tasks
         self.items = self.buffers.items[: self.num_items]
         self.items.copy_(torch.from_numpy(work.items))
         self.rows = None
@@ -123,9 +130,19 @@ def host_lengths(name: str, values: Any, batch: int | None = None) -> np.ndarray
     Raises:
         TypeError, ValueError: naming `name`.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
+    if isinstance(values, Tensor):
+        if values.dtype is not torch.int32 and values.dtype is not torch.int64:
+            raise TypeError(f"{name}: got {values.dtype}, expected torch.int32 or torch.int64")
+        if values.is_meta or values.layout is not torch.strided:
+            raise TypeError(f"{name}: got a {values.layout} tensor on {values.device}, expected one that holds numbers")
+        array = values.cpu().numpy()
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            array = np.empty((0, 0))  # rows of different lengths
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: got {array.dtype}, expected int32 or int64")
     if array.ndim != 1 or (batch is not None and len(array) != batch):
         raise ValueError(f"{name}: got shape {list(array.shape)}, expected [{'B' if batch is None else batch}]")
     array = array.astype(np.int64)
@@ -163,6 +180,7 @@ class Plan:
         prefixes: smallest and largest prefix, 0 counted in.
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
+        calls: outcomes of the checks of calls with this plan, for the lengths that it holds (paged_call.py).
     """
 
     _handles = itertools.count()
@@ -183,6 +201,8 @@ class Plan:
         batch_invariant: bool,
         buffers: PlanBuffers | None,
     ) -> None:
+        num_qo_heads, num_kv_heads = integer("num_qo_heads", num_qo_heads), integer("num_kv_heads", num_kv_heads)
+        head_dim_qk, head_dim_vo = integer("head_dim_qk", head_dim_qk), integer("head_dim_vo", head_dim_vo)
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
@@ -194,8 +214,14 @@ class Plan:
         self.head_dim_qk, self.head_dim_vo = head_dim_qk, head_dim_vo
         self.dims = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         # Tensors say cuda:0 where a caller says cuda.
-        self.device = torch.empty(0, device=device).device
-        self.causal, self.window, self.batch_invariant = causal, window, batch_invariant
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"device: got {device!r}: {error}") from error
+        if self.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"device: got {self.device}, expected a CPU or CUDA device")
+        self.causal, self.window = flag("causal", causal), window
+        self.batch_invariant = flag("batch_invariant", batch_invariant)
         if buffers is not None:
             self._check_buffers(buffers)
         self._given = buffers
@@ -204,12 +230,15 @@ class Plan:
         self.zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
+        self.calls: list[tuple] = []
         self._scratch_lse = torch.empty((0, num_qo_heads), dtype=torch.float32, device=self.device)
         self._set_lengths(lengths)
         self.handle = next(self._handles)
         self.by_handle[self.handle] = self
 
     def _check_buffers(self, buffers: PlanBuffers) -> None:
+        if not isinstance(buffers, PlanBuffers):
+            raise TypeError(f"buffers: got {type(buffers).__name__}, expected PlanBuffers")
         expected = {
             "items": ((None, ITEM_COLUMNS), torch.int32),
             "rows": ((None, MERGE_COLUMNS), torch.int32),
@@ -241,6 +270,8 @@ class Plan:
         used = lengths.q_lens > 0
         self.tokens = int((lengths.q_starts + lengths.q_lens)[used].max(initial=0))
         self.covered = int(lengths.q_lens.sum())
+        if self.tokens > OFF:
+            raise ValueError(f"extend_seq_lens: got rows up to {self.tokens}, expected at most {OFF} in one call")
         prefix = (lengths.kv_lens - lengths.q_lens)[used]
         self.prefixes = (int(prefix.min(initial=0)), int(prefix.max(initial=0)))
 
@@ -252,11 +283,12 @@ class Plan:
         All lists made so far are rewritten. Where `buffers` were given and the new batch does not fit them, ValueError
         is raised and the plan stays as it was; memory of the plan's own grows instead (addresses then change).
 
-        On a GPU the lists are copied on the current stream, without waiting for it; lengths on the GPU alone are waited
-        for (give seq_lens_cpu). In decode, lengths that have only grown a little, as from one step to the next, keep
-        the splits that they have: without `batch_invariant` a result's bits may depend on the plan's past.
+        On a GPU the lists are copied on the current stream, without waiting (all updates of a plan on one stream);
+        lengths on the GPU alone are waited for (give seq_lens_cpu). In decode, lengths that have only grown a little,
+        as from one step to the next, keep the splits that they have: without `batch_invariant` a result's bits may
+        depend on the plan's past.
         """
-        if self.phase == "decode" and extend_seq_lens is None and extend_start_loc is None:
+        if self._processors and self.phase == "decode" and extend_seq_lens is None and extend_start_loc is None:
             known = lengths_on_host(seq_lens if seq_lens_cpu is None else seq_lens_cpu)
             if known is not None and self._moved(known):
                 return
@@ -277,16 +309,17 @@ class Plan:
                 self._check_capacity(work)
         self._set_lengths(lengths)
         self._narrowed.clear()
+        self.calls.clear()
         for key, work in remade.items():
             self._store(key, work)
 
     def _moved(self, kv_lens: np.ndarray) -> bool:
         """Move all lists on to these lengths where they reach so far."""
-        lists = [work for work in self._work.values() if isinstance(work, GpuWork)]
-        if not lists or not all(work.reaches(kv_lens) for work in lists):
-            return False
-        for work in lists:
-            work.move(kv_lens)
+        for work in self._work.values():
+            if not work.reaches(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+                return False
+        for work in self._work.values():
+            work.move(kv_lens)  # type: ignore[union-attr]
         self.lengths.kv_lens[:] = kv_lens
         return True
 
@@ -294,14 +327,10 @@ class Plan:
         tiling, window, from_pool = key
         workers = self._processors * tiling.ctas
         if workers and self.phase == "decode":
-            return DecodeWork(
-                lengths.kv_lens,
-                tiling,
-                window=window,
-                num_kv_heads=self.num_kv_heads,
-                workers=workers,
-                batch_invariant=self.batch_invariant,
-            )
+            work = self._decode_work(lengths, tiling, window, workers)
+            if self._given is not None and tiling.max_split and not self._fits(work):
+                work = self._decode_work(lengths, tiling._replace(max_split=0), window, workers)
+            return work
         return make_work(
             lengths,
             tiling,
@@ -314,10 +343,25 @@ class Plan:
             gpu=workers > 0,
         )
 
-    def _check_capacity(self, work: WorkList | DecodeWork) -> None:
+    def _decode_work(self, lengths: Lengths, tiling: Tiling, window: int, workers: int) -> DecodeWork:
+        return DecodeWork(
+            lengths.kv_lens,
+            tiling,
+            window=window,
+            num_kv_heads=self.num_kv_heads,
+            workers=workers,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _fits(self, work: WorkList | DecodeWork) -> bool:
         assert self._given is not None
         needed = (len(work.items), len(work.rows), work.partials)
-        if any(need > have for need, have in zip(needed, self._given.capacity, strict=True)):
+        return all(need <= have for need, have in zip(needed, self._given.capacity, strict=True))
+
+    def _check_capacity(self, work: WorkList | DecodeWork) -> None:
+        assert self._given is not None
+        if not self._fits(work):
+            needed = (len(work.items), len(work.rows), work.partials)
             raise ValueError(
                 f"buffers: too small for this batch: (items, rows, partials) got {self._given.capacity}, "
                 f"needed {needed}"

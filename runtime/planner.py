@@ -1,9 +1,12 @@
 """Turn the lengths of a batch into the work items of the attention kernels: numpy only, no loop over requests.
 
 An item is one block of query tokens of one request over one range of keys (docs/kernel-abi.md has the columns). The
-kernels run `items x KV heads` independent units, handed out in the order of the list; this file decides the ranges so
-that every thread is busy: a range is trimmed to what its rows can see, and split only where whole ranges would leave
-threads waiting. What was split is put together by `rows`, the list of the merge kernel.
+kernels run `items x KV heads` independent units, handed out in the order of the list, a few neighbours at a time; this
+file decides the ranges and how many units make a task so that every thread is busy: a range is trimmed to what its rows
+can see, and split only where whole ranges would leave threads waiting. What was split is put together by `rows`, the
+list of the merge kernel.
+
+The cost of a unit is its number of keys and a constant: a kernel computes all rows of its block, however few are used.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial r
 INVARIANT_SPLIT = 2048
 # A unit this many times smaller than a thread's share can be left to the end of the list without showing.
 FINE = 8
+# What a unit costs besides its keys (query rows in, output rows out), in keys.
+UNIT_KEYS = 16
 # Work lists whose longest thread has at most this multiple of the mean are good enough not to be split further.
 BALANCED = 1.1
 
@@ -43,7 +48,7 @@ class Tiling(NamedTuple):
     max_split: int = 0
     """Most keys of an item, 0 = no bound: heads of one short range are worked on while its pages are in reach."""
     ctas: int = 1
-    """On a GPU: thread blocks of the module that one multiprocessor holds at once."""
+    """On a GPU: thread blocks of the module for each multiprocessor."""
 
 
 class Lengths(NamedTuple):
@@ -59,11 +64,15 @@ class Lengths(NamedTuple):
 
 
 class WorkList(NamedTuple):
-    """items int32 [W, 10], costliest first; rows int32 [R, 4]; partials: rows of the partial workspace in use."""
+    """items int32 [W, 10], costliest first; rows int32 [R, 4]; partials: rows of the partial workspace in use.
+
+    tasks: into how many tasks of neighbouring units a loop over the items and heads is best cut; any number is right.
+    """
 
     items: NDArray[np.int32]
     rows: NDArray[np.int32]
     partials: int
+    tasks: int = 1
 
 
 def _offsets(counts: Ints) -> Ints:
@@ -139,32 +148,42 @@ def _piece_lengths(lengths: Ints, size: Ints, counts: Ints) -> Ints:
     return np.where(index == counts[owner] - 1, rest[owner], size[owner])
 
 
-def _balance(
-    lengths: Ints, q_lens: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu: bool
-) -> tuple[Ints, Ints]:
+def _tasks(unit_costs: Ints, units: int, threads: int) -> int:
+    """Tasks of as many units as a thread does in an eighth of the even share, of one where single units take longer.
+
+    Tasks are taken costliest first by whoever is free, so no thread is later than the others by more than one task, and
+    by less than the largest unit where those go first.
+    """
+    if not len(unit_costs):
+        return 1
+    share = float(unit_costs.sum()) * units / threads / FINE
+    step = max(int(share / unit_costs.max()), 1)
+    return -(-len(unit_costs) * units // step)
+
+
+def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu: bool) -> tuple[Ints, Ints]:
     """(piece size in keys, number of pieces) of every query block, so that the threads end together.
 
     Tries whole blocks first, then pieces of at most a share of a thread's work that shrinks until the estimate is
     balanced; the coarsest good answer wins, for every split costs a partial state and a merge.
     """
-    costs = lengths * q_lens
+    costs = lengths + UNIT_KEYS
     mean = float(costs.sum()) * num_kv_heads / threads
     smallest = round_up(max(tiling.min_split, 1), tiling.chunk)
     longest = max(round_up(tiling.max_split, tiling.chunk), smallest) if tiling.max_split else 0
     best = even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
-    if threads == 1 or mean == 0 or costs.max() <= mean / FINE:
+    if threads == 1 or not len(costs) or costs.max() <= mean / FINE:
         return best
 
     def busiest(size: Ints, counts: Ints) -> float:
-        costs = _piece_lengths(lengths, size, counts) * q_lens[_expand(counts)[0]]
+        costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
         return (makespan if gpu else _longest_thread)(costs, num_kv_heads, threads, mean)
 
     best_load = busiest(*best)
     share = 1
     while best_load > BALANCED * mean and share <= FINE:
-        limit = np.maximum(mean / share / q_lens, 1).astype(np.int64)
-        limit = np.maximum(-(-limit // tiling.chunk) * tiling.chunk, smallest)
-        pieces = even_pieces(lengths, np.minimum(limit, longest) if longest else limit, tiling)
+        limit = max(round_up(int(mean / share), tiling.chunk), smallest)
+        pieces = even_pieces(lengths, np.full_like(lengths, min(limit, longest) if longest else limit), tiling)
         load = busiest(*pieces)
         if load < best_load:
             best, best_load = pieces, load
@@ -193,7 +212,7 @@ def make_work(
         window: visible keys including the query's own; OFF = all.
         from_pool: whether all keys come from the buffers; else those from the first query's position on are new rows.
         num_kv_heads: heads that run as units of their own.
-        threads: workers to keep busy; not looked at when batch_invariant.
+        threads: workers to keep busy; no range depends on them when batch_invariant.
         batch_invariant: cut query blocks and key ranges at fixed positions of the request, so that neither the rest
             of the batch, nor the threads, nor how the request was chunked changes what is added to what.
         gpu: the threads are the hundreds of thread blocks that a GPU runs at once.
@@ -212,8 +231,8 @@ def make_work(
 
     # The range that the block's rows can see; where invariant, that the whole block could see on the past side.
     oldest = first_pos[request] + (nominal if batch_invariant else offset)
-    low = np.clip(oldest - window + 1, 0, kv_len)
-    high = np.maximum(np.clip(pos + q_len, 0, kv_len), low) if causal else kv_len
+    low = np.minimum(np.maximum(oldest - window + 1, 0), kv_len)
+    high = np.maximum(np.minimum(pos + q_len, kv_len), low) if causal else kv_len
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
@@ -223,7 +242,7 @@ def make_work(
         pieces = np.where(high > low, -(-(high - base) // fixed), 1)
     else:
         base = low
-        size, pieces = _balance(high - low, q_len, tiling, num_kv_heads, threads, gpu)
+        size, pieces = _balance(high - low, tiling, num_kv_heads, threads, gpu)
 
     split = pieces > 1
     any_split = bool(split.any())
@@ -247,10 +266,11 @@ def make_work(
         items[:, PREFIX] = first_pos[request][owner]
         items[:, NEW_ROW] = (lengths.q_starts - first_pos)[request][owner]
     items[:, PART] = np.where(split[owner], first_partial[owner] + index * q_len[owner], -1)
-    order = np.argsort(-(end - begin) * q_len[owner], kind="stable")
+    order = np.argsort(begin - end, kind="stable")
+    tasks = _tasks(end - begin + UNIT_KEYS, num_kv_heads, threads)
 
     if not any_split:
-        return WorkList(items[order], np.empty((0, MERGE_COLUMNS), np.int32), 0)
+        return WorkList(items[order], np.empty((0, MERGE_COLUMNS), np.int32), 0, tasks)
     which = np.flatnonzero(split)
     block_of, token = _expand(q_len[which])
     block_of = which[block_of]
@@ -259,4 +279,4 @@ def make_work(
     rows[:, 1] = first_partial[block_of] + token
     rows[:, 2] = pieces[block_of]
     rows[:, 3] = q_len[block_of]
-    return WorkList(items[order], rows, int(partial_rows.sum()))
+    return WorkList(items[order], rows, int(partial_rows.sum()), tasks)

@@ -139,20 +139,30 @@ class TokenToKVPool:
         self._pages.give_back(pages.tolist(), "slots' pages")
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        """[slots, heads, D] of a layer."""
-        return self.k_buffer[layer_id]
+        """[slots, heads, D] of a layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self.k_buffer[self._layer(layer_id)]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        """[slots, heads, Dv] of a layer."""
-        return self.v_buffer[layer_id]
+        """[slots, heads, Dv] of a layer; as `get_key_buffer`."""
+        return self.v_buffer[self._layer(layer_id)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Both."""
-        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def set_kv_buffer(self, layer: Any, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Write [T, heads, dim] keys and values of a layer to slots loc [T]; -1 is skipped."""
-        write_kv(k, v, self.k_buffer[layer.layer_id], self.v_buffer[layer.layer_id], loc)
+        write_kv(k, v, *self.get_kv_buffer(layer.layer_id), loc)
+
+    def _layer(self, layer_id: int) -> int:
+        # Lists would take -1 for the last layer.
+        if not 0 <= layer_id < len(self.k_buffer):
+            raise ValueError(f"layer_id: got {layer_id}, expected 0..{len(self.k_buffer) - 1}, a layer with keys")
+        return layer_id
 
 
 @dataclass

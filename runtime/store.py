@@ -9,6 +9,7 @@ and CPU features (for a GPU: the code that it runs) have been checked.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -81,6 +82,12 @@ class PassedOver:
     layer: str
     problem: Error | None
 
+    @property
+    def faulty(self) -> bool:
+        """Whether there is an artifact that ought to work here: its target is one for this machine."""
+        target = TARGETS[self.folder.parent.name]
+        return self.problem is not None and not features.missing_features(target.features)
+
     def __str__(self) -> str:
         return f"{self.folder} ({self.layer}): no module" if self.problem is None else f"({self.layer}) {self.problem}"
 
@@ -111,6 +118,7 @@ class Module:
         target: the name of the target that it was built for.
         path: the loaded file.
         origin: of its decisions: "tuned", "default" or "given".
+        cut_next_loop: says into how many tasks the next call of this thread had best cut its loop.
     """
 
     function: Callable[..., Any]
@@ -119,6 +127,7 @@ class Module:
     target: str
     path: Path
     origin: str
+    cut_next_loop: Callable[[int], object] = lambda tasks: None
 
 
 @cache
@@ -325,7 +334,7 @@ def _find_or_build(
         raise _missing(workload, target, capability, search)
     logger = env.get_logger("store")
     for item in search.passed_over:
-        logger.debug("%s: passed over %s", workload.name, item)
+        logger.log(logging.WARNING if item.faulty else logging.DEBUG, "%s: passed over %s", workload.name, item)
     logger.info("%s: %s from %s (%s)", workload.name, search.found.target.name, search.found.folder, search.found.layer)
     return search.found
 
@@ -335,9 +344,13 @@ def _missing(
 ) -> MissingModuleError:
     best = buildable_target(target, capability)
     lines = "".join(f"\n  {item}" for item in search.passed_over)
-    return MissingModuleError(
-        f"{workload.name}: no usable module. Build it: {build_command(workload.name, best)}\nlooked at:{lines}"
-    )
+    remedy = f"Build it: {build_command(workload.name, best)}"
+    if capability is not None and features.missing_features(get_target(best).features, capability):
+        served = ", ".join(f"{item.name} ({', '.join(item.features)})" for item in candidate_targets(device="cuda"))
+        remedy = f"No target is for compute capability {capability[0]}.{capability[1]}, expected one of {served}"
+    error = MissingModuleError(f"{workload.name}: no usable module. {remedy}\nlooked at:{lines}")
+    error.unusable = tuple(str(item) for item in search.passed_over if item.faulty)
+    return error
 
 
 def buildable_target(target: str | None = None, capability: Capability | None = None) -> str:
@@ -386,7 +399,9 @@ def _load(artifact: Artifact) -> Module:
             f"{path}: function: expected {artifact.workload.operator}, the module has none of that name; "
             f"{build_command(manifest.name, manifest.target)}"
         ) from None
-    module = Module(function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin)
+    module = Module(
+        function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin, launcher.cut_next_loop
+    )
     _modules[path] = (identity, module)
     return module
 

@@ -7,8 +7,10 @@ from tilewright.schedules.workload import DTYPES, Workload
 
 # (head dim, query heads per KV head) that get a kernel of their own; general modules serve every other shape.
 PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
-# The same for GPUs, which have no general modules yet: groups from none to that of the largest models in use.
-CUDA_PAGED_SHAPES = (*PAGED_SHAPES, (128, 1), (128, 8), (64, 8))
+# The same for tiles and GPUs: groups from none to that of the largest models in use.
+MORE_SHAPES = (*PAGED_SHAPES, (128, 1), (128, 8), (64, 8))
+# Latent attention: one KV head, its values the first 512 of its 576 dims.
+LATENT = Workload("paged_decode", "bf16", 16, 576, 512)
 LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
 _LIGHTNING = ("lightning_decode", "lightning_extend")
@@ -44,10 +46,10 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
         everything = (
             workload
             for dtype in ("bf16", "fp16")
-            for workload in (*_paged(dtype, CUDA_PAGED_SHAPES), Workload("merge", dtype), Workload("write_kv", dtype))
+            for workload in (*_paged(dtype, MORE_SHAPES), Workload("merge", dtype), Workload("write_kv", dtype))
         )
         return tuple(w for w in everything if w.operator != "paged_extend" or target == "cuda-sm90a")
     if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
-        return tuple(_paged("bf16"))
+        return (*_paged("bf16", MORE_SHAPES), LATENT)
     return tuple(workload for dtype in DTYPES for workload in _everything(dtype))

@@ -127,9 +127,9 @@ def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return prefetches(func, hint)
 
 
-def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr]) -> tirx.Stmt:
-    """Ask for the cache line of one element, into all levels."""
-    zero, locality, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr], level: int = 1) -> tirx.Stmt:
+    """Ask for the cache line of one element, into the cache of that level (1 or 2) and those behind it."""
+    zero, locality, data = (tirx.const(value, "int32") for value in (0, 4 - level, 1))
     address = tirx.address_of(tirx.BufferLoad(buffer, list(indices)))
     return tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, locality, data))
 
@@ -157,6 +157,42 @@ def _prefetch_row(copy: tirx.Stmt, values: dict[Var, tirx.Expr]) -> tirx.Stmt:
         return tirx.SeqStmt(lines)
 
     return prefetch(substitute(copy.block.body.value))
+
+
+def deinterleave(func: tirx.PrimFunc, parameters: Sequence[str]) -> tirx.PrimFunc:
+    """Load every second element of a row as one vector and a shuffle: TVM makes scalar loads of it otherwise.
+
+    Runs on lowered code, where vectors are ramps. A ramp of stride 2 begins at an element that is even or odd within
+    its row, as the constant term of its index says; both take the same vector, of which LLVM makes a shift and a mask
+    where the elements are bf16. Sound where rows have an even number of elements.
+
+    Args:
+        func: a lowered function.
+        parameters: names of the buffers whose rows are read so.
+    """
+
+    def visit(load: TensorLoad, mutator: tvm_ffi.StructuralMutator) -> tirx.Expr:
+        index = load.indices[-1]
+        if load.source.name not in parameters or not isinstance(index, tirx.Ramp) or not _is(index.stride, 2):
+            return mutator.default_mutate(load)
+        odd = _constant_term(index.base) % 2
+        lanes, one = int(index.lanes), tirx.const(1, str(index.base.ty.dtype))
+        row = tirx.BufferLoad(load.source, [*load.indices[:-1], tirx.Ramp(index.base - odd, one, 2 * lanes)])
+        return tirx.Shuffle([row], [tirx.const(2 * lane + odd, "int32") for lane in range(lanes)])
+
+    return tvm_ffi.structural_mutate(func, (TensorLoad, visit))
+
+
+def _is(value: tirx.Expr, number: int) -> bool:
+    return isinstance(value, tirx.IntImm) and int(value) == number
+
+
+def _constant_term(index: tirx.Expr) -> int:
+    if isinstance(index, tirx.IntImm):
+        return int(index)
+    if isinstance(index, tirx.Add):
+        return _constant_term(index.a) + _constant_term(index.b)
+    return 0
 
 
 def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -199,6 +235,29 @@ def _reads(value: tirx.Expr, buffer: Var) -> bool:
 
     tvm_ffi.structural_map(value, (TensorLoad, visit))
     return bool(found)
+
+
+def in_place(func: tirx.PrimFunc, source: str, target: str) -> tirx.PrimFunc:
+    """Let a stage overwrite what it reads: the buffer `target` becomes `source`.
+
+    Sound where each element of `target` is computed from the same element of `source` alone, which nothing reads
+    afterwards. Both are buffers of the function's own, of one shape and type.
+    """
+    buffers = {buffer.name: buffer for buffer in func.body.block.alloc_buffers}
+    kept, gone = buffers[source], buffers[target]
+    func = tvm_ffi.structural_map(func, (Var, lambda var: kept if var.same_as(gone) else var))
+    root = func.body.block
+    allocated = [kept, *(buffer for buffer in root.alloc_buffers if not buffer.same_as(kept))]
+    root = SBlock(
+        root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init,
+        allocated, root.match_buffers, root.annotations,
+    )  # fmt: skip
+    return tirx.PrimFunc(func.params, SBlockRealize([], True, root), func.ret_type, func.attrs)
+
+
+def substitute(expr: tirx.Expr, values: Mapping[Var, tirx.Expr]) -> tirx.Expr:
+    """The expression with variables replaced."""
+    return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
 
 
 def append_block(

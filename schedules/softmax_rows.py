@@ -27,7 +27,8 @@ _SPATIAL, _REDUCE = 0, 2  # IterVar's type codes
 def fold_by_row(func: tirx.PrimFunc, *, lanes: int) -> tirx.PrimFunc:
     """Compute the factors of the fold `acc` once a row instead of once an element.
 
-    The loop over chunks must be annotated `TRIP: "chunks"`, and `acc` be decomposed at it.
+    The loop over chunks must be annotated `TRIP: "chunks"`, and `acc` be decomposed at it. If the fold is done block by
+    block of rows, the loop over blocks is annotated `TRIP: "rows"` and the next around the fold's nest.
 
     Args:
         func: the scheduled function.
@@ -52,23 +53,25 @@ def fold_by_row(func: tirx.PrimFunc, *, lanes: int) -> tirx.PrimFunc:
     def chunks(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.Stmt:
         if dict(loop.annotations).get(TRIP) != "chunks":
             return mutator.default_mutate(loop)
-        statements = list(loop.body.seq)
-        place, update = next((i, found) for i, stmt in enumerate(statements) if (found := _find(stmt, "acc_update")))
-        fold = _Fold(update, lanes)
+        fold = _Fold(_find(loop.body, "acc_update"), lanes)
         factors.extend(fold.factors)
-        statements[place : place + 1] = [fold.rows(), _replace(statements[place], "acc_update", fold.update())]
-        body = tirx.For(
-            loop.loop_var,
-            loop.min,
-            loop.extent,
-            loop.kind,
-            tirx.SeqStmt(statements),
-            loop.thread_binding,
-            loop.annotations,
-        )
-        return tirx.SeqStmt([fold.rows_init(), body])
+        return tirx.SeqStmt([fold.rows_init(), _folded(loop, fold, tirx.const(0, "int64"), fold.all_rows)])
 
     return tvm_ffi.structural_mutate(func, [(SBlock, block), (tirx.For, chunks)])
+
+
+def _folded(loop: tirx.For, fold: _Fold, first: tirx.Expr, rows: tirx.Expr) -> tirx.For:
+    """The loop with the nest over `rows` rows from `first` on put ahead of the fold's nest, in its loop over blocks."""
+    statements = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
+    place = next(i for i, stmt in enumerate(statements) if _find(stmt, "acc_update"))
+    nest = statements[place]
+    if isinstance(nest, tirx.For) and dict(nest.annotations).get(TRIP) == "rows":
+        block_rows = tirx.const(int(rows) // int(nest.extent), "int64")
+        statements[place] = _folded(nest, fold, nest.loop_var * block_rows, block_rows)
+    else:
+        statements[place : place + 1] = [fold.rows(first, rows), _replace(nest, "acc_update", fold.update())]
+    body = tirx.SeqStmt(statements) if len(statements) > 1 else statements[0]
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
 
 
 class _Fold:
@@ -80,7 +83,7 @@ class _Fold:
         named = {region.source.name: region.source for region in (*self._block.reads, *self._block.writes)}
         self._m, self._l = named["m"], named["l"]
         self._states = [region.source for region in self._block.writes]  # maximum, sum, values
-        self._rows = self._states[0].shape[2]
+        self.all_rows = self._states[0].shape[2]
         shape = list(self._states[0].shape[:3])
         self.factors = [tirx.decl_buffer(shape, "float32", name=name) for name in ("fold_old", "fold_new")]
 
@@ -91,8 +94,10 @@ class _Fold:
         reads: Sequence[BufferRegion],
         writes: Sequence[BufferRegion],
         reduce: bool,
+        first: tirx.Expr,
+        rows: tirx.Expr,
     ) -> tirx.Stmt:
-        """A vectorised loop over all rows of a block with the axes w, h, r (and the chunk)."""
+        """A vectorised loop over `rows` rows, from `first` on, of a block with the axes w, h, r (and the chunk)."""
         spatial = self._axes[:3]
         axes = [IterVar(a.dom, tirx.Var(a.var.name, "int64"), _SPATIAL) for a in spatial]
         chunk = self._axes[4]
@@ -102,13 +107,12 @@ class _Fold:
         old = [*(a.var for a in spatial), chunk.var]
         renamed = dict(zip(old, [a.var for a in axes], strict=False))
         rename = lambda node: tvm_ffi.structural_map(node, (Var, lambda v: renamed.get(v, v)))  # noqa: E731
-        rows = self._rows
         width = 1
         if isinstance(rows, tirx.IntImm):
             # LLVM takes vectors whose lanes are no power of two apart.
             width = math.gcd(int(rows), self._lanes)
         outer, lane = (tirx.Var(x, "int64") for x in ("fold_row", "fold_lane"))
-        values.append(outer * width + lane)
+        values.append(first + outer * width + lane)
         if reduce:
             values.append(self._values[4])
         block = SBlock(axes, [rename(r) for r in reads], [rename(w) for w in writes], name, rename(body))
@@ -128,12 +132,11 @@ class _Fold:
         values = (-tirx.infinity("float32"), tirx.const(0.0, "float32"))
         states = self._states[:2]
         stores = [tirx.BufferStore(s, v, [*self._row, zero]) for s, v in zip(states, values, strict=True)]
-        return self._nest(
-            "acc_rows_init", tirx.SeqStmt(stores), [], [_point(s, [*self._row, zero]) for s in states], False
-        )
+        writes = [_point(s, [*self._row, zero]) for s in states]
+        return self._nest("acc_rows_init", tirx.SeqStmt(stores), [], writes, False, zero, self.all_rows)
 
-    def rows(self) -> tirx.Stmt:
-        """The factors of a chunk's fold, and the new maximum and sum."""
+    def rows(self, first: tirx.Expr, rows: tirx.Expr) -> tirx.Stmt:
+        """The factors of a chunk's fold, and the new maximum and sum, of `rows` rows from `first` on."""
         zero = tirx.const(0, "int64")
         chunk = self._axes[4].var
         state = [*self._row, zero]
@@ -148,16 +151,19 @@ class _Fold:
             _point(s, [w, h, chunk, r]) for s in (self._m, self._l)
         ]
         outputs = [_point(f, self._row) for f in self.factors] + [_point(s, state) for s in self._states[:2]]
-        return self._nest("acc_rows", tirx.SeqStmt(stores), inputs, outputs, True)
+        return self._nest("acc_rows", tirx.SeqStmt(stores), inputs, outputs, True, first, rows)
 
     def update(self) -> SBlock:
         """The values of a row: what they were by fold_old, and the chunk's O by fold_new."""
         values = self._states[2]
-        w, h, r, e, c = (axis.var for axis in self._axes)
+        w, h, r = self._row
         others = {self._m.name, self._l.name, *(state.name for state in self._states)}
-        chunk_values = next(r.source for r in self._block.reads if r.source.name not in others)
+        chunk_values, there = next(
+            (r.source, [bounds.min for bounds in r.region]) for r in self._block.reads if r.source.name not in others
+        )
+        # The schedule may have laid the columns out in another order.
+        here = [bounds.min for bounds in self._block.writes[2].region]
         old, new = (tirx.BufferLoad(f, [w, h, r]) for f in self.factors)
-        here, there = [w, h, r, e], [w, h, c, r, e]
         value = tirx.BufferLoad(values, here) * old + tirx.BufferLoad(chunk_values, there) * new
         reads = [_point(values, here), _point(chunk_values, there), *(_point(f, [w, h, r]) for f in self.factors)]
         return _with_body(self._block, tirx.BufferStore(values, value, here), [_point(values, here)], reads=reads)

@@ -9,10 +9,22 @@ from typing import Any
 
 # What LLVM may emit for x86-64-v3, in the kernel's names ("abm" is LZCNT).
 _V3 = ("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "popcnt", "sse4_1", "sse4_2", "ssse3")
+# What it may emit for x86-64-v4 besides.
+_V4 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # What it may emit for Sapphire Rapids from arithmetic code, besides v3.
 _SAPPHIRE_RAPIDS = (
-    *("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512ifma", "avx512vbmi", "avx512_vbmi2"),
-    *("avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16", "avx_vnni"),
+    *_V4,
+    *(
+        "avx512ifma",
+        "avx512vbmi",
+        "avx512_vbmi2",
+        "avx512_vnni",
+        "avx512_bitalg",
+        "avx512_vpopcntdq",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx_vnni",
+    ),
     *("gfni", "vaes", "vpclmulqdq"),
 )
 _AMX = ("amx_tile", "amx_bf16", "amx_int8")
@@ -29,6 +41,8 @@ class Target:
         features: what must be usable before a module of it is opened: /proc/cpuinfo names, or the one name "sm_90a"
             (code for exactly this compute capability) or "sm_80" (for this and later ones of the same generation).
         rank: the store prefers the greater.
+        lanes: f32 lanes of a vector register.
+        registers: vector registers that there are.
         packaged: False: for tests only, never put in a package and never chosen by the store.
     """
 
@@ -37,6 +51,8 @@ class Target:
     tvm: dict[str, Any] = field(hash=False)
     features: tuple[str, ...]
     rank: int
+    lanes: int = 8
+    registers: int = 16
     packaged: bool = True
 
     @property
@@ -52,11 +68,22 @@ def _cuda(arch: str, shared_memory: int) -> dict[str, Any]:
 _ALL = (
     Target("x86-avx2", "x86", {"kind": "llvm", "mcpu": "x86-64-v3"}, _V3, rank=10),
     Target(
+        "x86-avx512",
+        "x86",
+        {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["-prefer-256-bit"]},
+        (*_V3, *_V4),
+        rank=20,
+        lanes=16,
+        registers=32,
+    ),
+    Target(
         "x86-amx",
         "amx",
         {"kind": "llvm", "mcpu": "sapphirerapids", "mattr": ["-prefer-256-bit"]},
         (*_V3, *_SAPPHIRE_RAPIDS, *_AMX),
         rank=30,
+        lanes=16,
+        registers=32,
     ),
     # The schedules of x86-amx without AVX-512, so that an emulator of the tile instructions can run them anywhere.
     Target(

@@ -224,4 +224,4 @@ class ModelStore:
             self.calls.append((workload.name, arguments))
             function(*arguments)
 
-        return SimpleNamespace(function=counted, plan=plan, workload=workload)
+        return SimpleNamespace(function=counted, plan=plan, workload=workload, cut_next_loop=lambda tasks: None)

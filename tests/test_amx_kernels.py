@@ -1,6 +1,7 @@
-"""Paged attention kernels for AMX, run under the emulator against float64: the kernel interface, case by case.
+"""Paged attention kernels for AMX against float64: the kernel interface, case by case.
 
-The modules are built from the same decisions as those of x86-amx, for a processor without AVX-512 (x86-amx-emulated).
+Anywhere under the emulator, on modules built from the decisions of x86-amx for a processor without AVX-512
+(x86-amx-emulated); on a machine with AMX on the modules of x86-amx itself (`pytest -m amx`).
 """
 
 import itertools
@@ -12,19 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tvm
 from amx_emulator import hardware_runs_tiles
+from amx_modules import EMULATED, REAL, TARGETS, module, serving
 from batches import make_decode_batch, make_paged_batch
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright import decode_attention, extend_attention
-from tilewright.codegen.build import build, recorded_decisions
-from tilewright.runtime import dispatch, features, store
+from tilewright.runtime import features, store
 from tilewright.schedules.spaces import UnsupportedWorkload, get_space
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
-TARGET = "x86-amx-emulated"
 OFF = 2**30
 TOLERANCE = PAGED[torch.bfloat16]
 
@@ -39,15 +38,13 @@ EXTEND = [
 # chunk of a single tile, other register blocks, no or other prefetch.
 OTHERS = [
     ("paged_decode-bf16-g4-d64", {"chunk": 128, "qk_keys": 16, "pv_keys": 128, "pv_columns": 64, "prefetch_k": 0}),
-    ("paged_decode-bf16-g4-d64", {"chunk": 128, "qk_keys": 64, "pv_keys": 32, "pv_columns": 16, "prefetch_v": 0}),
-    ("paged_extend-bf16-g4-d64", {"chunk": 128, "block_q": 8, "qk_keys": 64, "qk_rows": 16, "pv_keys": 32}),
-    (
-        "paged_extend-bf16-g4-d64",
-        {"chunk": 128, "block_q": 4, "qk_keys": 16, "qk_rows": 16, "pv_keys": 128, "pv_rows": 16},
-    ),
-    ("paged_extend-bf16-g4-d64", {"prefetch_k": 64, "prefetch_v": 16}),
+    ("paged_decode-bf16-g4-d64", {"chunk": 64, "qk_keys": 64, "pv_keys": 32, "pv_columns": 16, "prefetch_across": 1}),
+    ("paged_extend-bf16-g4-d64", {"chunk": 128, "rows": 64, "block_rows": 16, "qk_rows": 16, "pv_rows": 16}),
+    ("paged_extend-bf16-g4-d64", {"rows": 128, "block_rows": 64, "qk_keys": 16, "pv_keys": 128, "pv_rows": 16}),
+    ("paged_extend-bf16-g4-d64", {"rows": 64, "block_rows": 64, "prefetch_k": 64, "prefetch_v": 16}),
+    ("paged_extend-bf16-g4-d64", {"rows": 64, "prefetch_level": 1, "prefetch_k": 8, "prefetch_across": 1}),
     # All eight tile registers, in two shapes.
-    ("paged_extend-bf16-g3-d64", {"qk_rows": 8, "qk_keys": 64, "pv_rows": 16, "pv_columns": 16}),
+    ("paged_extend-bf16-g3-d64", {"qk_rows": 32, "qk_keys": 32, "pv_rows": 16, "pv_columns": 64}),
 ]
 
 
@@ -65,37 +62,36 @@ class Kernel:
         return self.workload.operator == "paged_extend"
 
 
-@pytest.fixture(scope="session")
-def emulated(amx_emulator):
-    """The process may load modules that want AMX."""
-    with features.emulated("amx_tile", "amx_bf16", "amx_int8"):
-        yield
+@pytest.fixture(scope="session", params=TARGETS)
+def target(request):
+    """The process may load modules of this target."""
+    if request.param == REAL:
+        yield REAL
+    else:
+        request.getfixturevalue("amx_emulator")
+        with features.emulated(*get_target(EMULATED).features):
+            yield EMULATED
 
 
-def load(name: str, changes: dict[str, int] | None = None, root: Path | None = None) -> Kernel:
+def load(name: str, target: str, changes: dict[str, int] | None = None, root: Path | None = None) -> Kernel:
     """Build (unless it is up to date) and load a module from the decisions of x86-amx, `changes` applied."""
-    workload = Workload.parse(name)
-    space = get_space(workload, TARGET)
-    decisions = {**(recorded_decisions(workload, "x86-amx") or space.default), **(changes or {})}
-    assert space.legal(decisions)
-    build(workload, TARGET, decisions, root)
-    module = store.load(workload, TARGET, root=root)
-    return Kernel(workload, module.function, module.plan["block_q"], module.plan["chunk"])
+    loaded = module(name, target, changes, root)
+    return Kernel(loaded.workload, loaded.function, loaded.plan["block_q"], loaded.plan["chunk"])
 
 
 @pytest.fixture(params=DECODE)
-def decode(request, emulated) -> Kernel:
-    return load(request.param)
+def decode(request, target) -> Kernel:
+    return load(request.param, target)
 
 
 @pytest.fixture(params=EXTEND)
-def extend(request, emulated) -> Kernel:
-    return load(request.param)
+def extend(request, target) -> Kernel:
+    return load(request.param, target)
 
 
 @pytest.fixture(params=[DECODE[0], EXTEND[0]])
-def kernel(request, emulated) -> Kernel:
-    return load(request.param)
+def kernel(request, target) -> Kernel:
+    return load(request.param, target)
 
 
 @dataclass
@@ -327,8 +323,8 @@ def test_extend_splits(extend):
 
 
 @pytest.mark.parametrize("name, changes", OTHERS)
-def test_other_decisions(emulated, tmp_path, name, changes):
-    batch, items = batch_and_items(load(name, changes, tmp_path))
+def test_other_decisions(target, tmp_path, name, changes):
+    batch, items = batch_and_items(load(name, target, changes, tmp_path))
     for window in (OFF, 40):
         check(batch, items, Options(window=window))
 
@@ -378,18 +374,16 @@ def test_tile_instructions_ran(kernel, amx_emulator):
 
 
 @pytest.fixture
-def preferred(emulated, monkeypatch):
-    """The emulated modules first, then those of x86-avx2, as the store would choose on a machine with AMX."""
+def preferred(target):
+    """The target's modules first, then those of x86-avx2."""
     for name in ("merge-bf16", "write_kv-bf16"):
-        build(Workload.parse(name), "x86-avx2")
-    monkeypatch.setattr(store, "candidate_targets", lambda *_: [get_target(TARGET), get_target("x86-avx2")])
-    dispatch.kernel.cache_clear()
-    yield
-    dispatch.kernel.cache_clear()
+        module(name)
+    with serving(target):
+        yield target
 
 
-def test_decode_attention(preferred, amx_emulator):
-    load(DECODE[0])
+def test_decode_attention(preferred):
+    load(DECODE[0], preferred)
     batch = make_decode_batch([1, 40, 700], num_qo_heads=8, num_kv_heads=2, dim=128, dtype=torch.bfloat16)
     out, lse = decode_attention(*batch.decode_arguments(), window=600, return_lse=True)
     wanted, wanted_lse = batch.expected(decode=True, window=600)
@@ -397,8 +391,8 @@ def test_decode_attention(preferred, amx_emulator):
     assert_lse_close(lse, wanted_lse, TOLERANCE)
 
 
-def test_extend_attention(preferred, amx_emulator):
-    load(EXTEND[0])
+def test_extend_attention(preferred):
+    load(EXTEND[0], preferred)
     batch = make_paged_batch([0, 33, 300], [40, 17, 5], num_qo_heads=8, num_kv_heads=2, dim=128, dtype=torch.bfloat16)
     out, lse = extend_attention(*batch.extend_arguments(), logit_cap=20.0, return_lse=True)
     wanted, wanted_lse = batch.expected(decode=False, logit_cap=20.0)
@@ -406,8 +400,8 @@ def test_extend_attention(preferred, amx_emulator):
     assert_lse_close(lse, wanted_lse, TOLERANCE)
 
 
-def test_the_store_never_chooses_the_emulated_target(emulated):
-    assert TARGET not in [target.name for target in store.candidate_targets()]
+def test_the_store_never_chooses_the_emulated_target(target):
+    assert EMULATED not in [candidate.name for candidate in store.candidate_targets()]
 
 
 # ---- the space ----
@@ -416,9 +410,10 @@ NAMES = [*DECODE, *EXTEND]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("target", ["x86-amx", TARGET])
-def test_space_is_consistent(name, target):
-    space = get_space(Workload.parse(name), target)
+@pytest.mark.parametrize("where", [REAL, EMULATED])
+def test_space_is_consistent(name, where):
+    pytest.importorskip("tvm")
+    space = get_space(Workload.parse(name), where)
     assert set(space.default) == set(space.choices)
     assert all(space.default[key] in values for key, values in space.choices.items())
     assert space.legal(space.default)
@@ -429,7 +424,8 @@ def test_space_is_consistent(name, target):
 
 
 def test_both_targets_get_the_same_schedule():
-    spaces = [get_space(Workload.parse(DECODE[0]), target) for target in ("x86-amx", TARGET)]
+    tvm = pytest.importorskip("tvm")
+    spaces = [get_space(Workload.parse(DECODE[0]), where) for where in (REAL, EMULATED)]
     tvm.ir.assert_structural_equal(*(space.module(space.default) for space in spaces))
 
 
@@ -444,5 +440,6 @@ def test_both_targets_get_the_same_schedule():
     ],
 )
 def test_unsupported_workloads(name):
+    pytest.importorskip("tvm")
     with pytest.raises(UnsupportedWorkload, match=f"{name} for x86-amx"):
         get_space(Workload.parse(name), "x86-amx")

@@ -12,7 +12,7 @@ from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime import store
 from tilewright.runtime.planner import OFF
-from tilewright.schedules.catalog import CUDA_PAGED_SHAPES, all_workloads
+from tilewright.schedules.catalog import MORE_SHAPES, all_workloads
 from tilewright.schedules.workload import Workload
 
 pytestmark = [
@@ -209,7 +209,7 @@ POOLED = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [0, 48, 128])
-@pytest.mark.parametrize("size", CUDA_PAGED_SHAPES, ids=str)
+@pytest.mark.parametrize("size", MORE_SHAPES, ids=str)
 def test_decode_lengths(size, dtype, split):
     decode(size, dtype, LENGTHS, split=split).check()
 
@@ -217,7 +217,7 @@ def test_decode_lengths(size, dtype, split):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [0, 160])
 @pytest.mark.parametrize("pooled", POOLED)
-@pytest.mark.parametrize("size", CUDA_PAGED_SHAPES, ids=str)
+@pytest.mark.parametrize("size", MORE_SHAPES, ids=str)
 def test_extend_lengths(size, dtype, split, pooled):
     extend(size, dtype, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
 
@@ -348,6 +348,6 @@ def test_catalogue_is_covered():
         Workload(operator, dtype, group, dim, dim)
         for operator in ("paged_decode", "paged_extend")
         for dtype in DTYPES
-        for dim, group in CUDA_PAGED_SHAPES
+        for dim, group in MORE_SHAPES
     }
     assert listed <= tested

@@ -65,7 +65,73 @@ def test_amx_modules(name, target):
         # tiles). An item's normaliser gathers (vgatherdps), once.
         assert not set(count) & {"vgatherqps", "vpgatherqd", "vpgatherdd", "vscatterqps", "vpinsrw", "vpextrw"}
     if name.startswith("paged_decode"):
-        assert count["prefetcht0"] >= 2, "rows of K and V are asked for ahead"
+        assert count["prefetcht0"] + count["prefetcht1"] >= 2, "rows of K and V are asked for ahead"
+
+
+def tile_faults(library: Path) -> tuple[set[str], int]:
+    """What breaks the rule that tiles are configured where they are used and released before anyone else runs there.
+
+    Follows every path through the code that uses tiles, from the entries whose address is taken (the body of a parallel
+    loop has no symbol): (faults, number of tile instructions on those paths).
+    """
+    lines = disassemble(library)
+    found = (re.match(r" +([0-9a-f]+):\t(\S+)[ \t]*(.*)$", line) for line in lines)
+    code = [Instruction(int(m[1], 16), m[2], m[3]) for m in found if m]
+    place = {instruction.address: n for n, instruction in enumerate(code)}
+    taken = {int(m[1], 16) for i in code if i.name == "lea" and (m := re.search(r"# ([0-9a-f]+) <", i.operands))}
+    todo = [(place[address], False) for address in taken if address in place]
+    seen: set[tuple[int, bool]] = set()
+    faults = set()
+    while todo:
+        n, configured = todo.pop()
+        while (n, configured) not in seen:
+            seen.add((n, configured))
+            address, name, operands = code[n]
+            if name == "ldtilecfg":
+                configured = True
+            elif name == "tilerelease":
+                configured = False
+            elif name.startswith(("tile", "tdp")) and not configured:
+                faults.add(f"{address:x}: {name} without a configuration")
+            elif name.startswith("ret"):
+                if configured:
+                    faults.add(f"{address:x}: returns with its tiles configured")
+                break
+            elif name.startswith("j"):
+                target = re.match(r"[0-9a-f]+ <", operands)
+                if target is None:
+                    faults.add(f"{address:x}: {name} {operands}: cannot be followed")
+                    break
+                todo.append((place[int(target[0][:-2], 16)], configured))
+                if name == "jmp":
+                    break
+            n += 1
+    return faults, len({n for n, _ in seen if code[n].name.startswith(("tile", "tdp"))})
+
+
+@pytest.mark.parametrize("target", ["x86-amx", "x86-amx-emulated"])
+@pytest.mark.parametrize("name", AMX)
+def test_tiles_are_configured_at_entry_and_released_at_exit(name, target):
+    """The kernel finds its own configuration whatever ran before, and oneDNN's next use of tiles none of ours."""
+    library = built(name, target)
+    faults, visited = tile_faults(library)
+    assert not faults
+    count = mnemonics(disassemble(library))
+    # All but ldtilecfg itself, whose name begins otherwise.
+    assert visited == sum(n for name, n in count.items() if name.startswith(("tile", "tdp"))), "every one was visited"
+
+
+# ---- x86-avx512
+
+
+@pytest.mark.parametrize("name", ["paged_decode-bf16-g4-d128", "paged_extend-f32-g3-d64", "lightning_extend-bf16-d128"])
+def test_avx512_modules(name):
+    library = built(name, "x86-avx512")
+    lines = disassemble(library)
+    wide = sum("zmm" in line for line in lines)
+    assert wide > sum("ymm" in line for line in lines), "512-bit vectors carry the work"
+    assert not any(re.search(r"\s(tile|tdp|ldtilecfg)", line) for line in lines)
+    assert {name for name in undefined(library) if not name.startswith("TVMFFI")} <= LIBC, "libm or another library"
 
 
 # ---- x86-avx2
@@ -152,8 +218,16 @@ def test_both_products_are_register_tiles(workload):
 
 @pytest.mark.parametrize("workload", SPECIALISED, ids=lambda w: w.name)
 def test_half_types_are_widened_eight_at_a_time(workload):
-    """bf16 is the upper half of an f32: zero-extend and shift; fp16 has an instruction; f32 needs neither."""
-    widening = {"bf16": {"vpmovzxwd", "vpslld"}, "fp16": {"vcvtph2ps"}, "f32": set()}[workload.dtype]
+    """bf16 is the upper half of an f32; fp16 has an instruction; f32 needs neither.
+
+    Extend zero-extends and shifts; decode shifts the even elements of a row and masks the odd ones, without a shuffle.
+    """
+    bf16 = {"vpslld", "vpblendw" if workload.operator == "paged_decode" else "vpmovzxwd"}
+    widening = {"bf16": bf16, "fp16": {"vcvtph2ps"}, "f32": set()}[workload.dtype]
     names = {i.name for i in disassembled(workload) if "%ymm" in i.operands}
     assert widening <= names
-    assert not names & ({"vpmovzxwd", "vcvtph2ps"} - widening)
+    foreign = {"bf16": {"vcvtph2ps"}, "fp16": {"vpmovzxwd"}, "f32": {"vpmovzxwd", "vcvtph2ps"}}[workload.dtype]
+    assert not names & foreign
+    if workload.operator == "paged_decode" and workload.group > 1:
+        products = [loop for loop in innermost_loops(disassembled(workload)) if len(fused(loop)) >= 8]
+        assert not any(i.name.startswith(("vpinsr", "vpmovzx")) for loop in products for i in loop)

@@ -257,6 +257,72 @@ def test_a_token_never_reaches_earlier_rows(module, poison, position):
     assert not call.out[position:80, 0].isfinite().any()
 
 
+def test_long_prefill_and_decode_keep_an_f32_state():
+    """L07: 16384 bf16 tokens, then 256 single ones: the state stays within the table of one pass in float64.
+
+    A state in bf16 is refused (test_lightning_calls.py); this is what it would have to be measured against.
+    """
+    prefill, steps, heads, dim = 16384, 256, 2, 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((prefill + steps, heads, dim), generator=generator).bfloat16() for _ in range(3))
+    slopes, zero = torch.tensor([0.004, 0.1]), torch.zeros(1, dtype=torch.int32)
+    state, out = torch.full((1, heads, dim, dim), math.nan), torch.empty_like(v)
+    extend, decode = load("lightning_extend", "bf16", dim), load("lightning_decode", "bf16", dim)
+    ends = torch.tensor([0, prefill], dtype=torch.int32)
+    extend(q, k, v, state, zero, zero, ends, slopes, out, SCALE)
+    for t in range(prefill, prefill + steps):
+        one = slice(t, t + 1)
+        decode(q[one], k[one], v[one], state, zero, slopes, out[one], SCALE)
+    age = torch.arange(prefill + steps - 1, -1, -1, dtype=torch.float64)
+    for h in range(heads):
+        decayed = torch.exp(-slopes[h].double() * age)[:, None] * k[:, h].double()
+        expected = decayed.T @ v[:, h].double()
+        assert_close(state[0, h], expected.numpy(), LIGHTNING_STATE[torch.float32], f"state, head {h}")
+        last = SCALE * q[-1:, h].double() @ expected
+        assert_close(out[-1:, h], last.numpy(), LIGHTNING[torch.bfloat16], f"out, head {h}")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("slope", [0.0, 0.004])
+def test_outputs_without_a_norm_grow_and_overflow_to_infinity(dtype, slope):
+    """L22: nothing divides the sum, so outputs grow with the length: right while they fit, then +-inf, never NaN."""
+    tokens, dim = 65536, 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((tokens, 1, dim), generator=generator).to(DTYPES[dtype]) for _ in range(3))
+    state, out, zero = torch.zeros((1, 1, dim, dim)), torch.empty_like(v), torch.zeros(1, dtype=torch.int32)
+    ends = torch.tensor([0, tokens], dtype=torch.int32)
+    extend = load("lightning_extend", dtype, dim)
+    extend(q, k, v, state, zero, zero, ends, torch.tensor([slope]), out, dim**-0.5)
+    assert out.isfinite().all() and state.isfinite().all()
+    decayed = torch.exp(-slope * torch.arange(tokens - 1, -1, -1, dtype=torch.float64))[:, None] * k[:, 0].double()
+    expected = decayed.T @ v[:, 0].double()
+    assert_close(state[0, 0], expected.numpy(), LIGHTNING_STATE[torch.float32], "state")
+    last = dim**-0.5 * q[-1:, 0].double() @ expected
+    assert_close(out[-1:, 0], last.numpy(), LIGHTNING[DTYPES[dtype]])
+    # The same tokens with a scale that takes outputs of the type's range: what does not fit is infinite, by its sign.
+    scale = torch.finfo(DTYPES[dtype]).max / float(last.abs().max()) * 8 * dim**-0.5
+    decode, big = load("lightning_decode", dtype, dim), torch.empty_like(out[-1:])
+    decode(q[-1:], k[-1:] * 0, v[-1:] * 0, state, zero, torch.zeros(1), big, scale)
+    exact = scale * q[-1:, 0].double() @ state[0, 0].double()
+    rounded = exact.float().to(DTYPES[dtype])
+    assert rounded.isinf().any() and not rounded.isinf().all()
+    assert torch.equal(big[:, 0].isinf(), rounded.isinf()) and torch.equal(big[:, 0].sign(), rounded.sign())
+
+
+@pytest.mark.parametrize("module", [128, None], ids=["d128", "general"])
+def test_the_pool_is_updated_by_slot_as_gathered_states_would_be(module):
+    """L23: no gather and no copy: bits of the states in the pool are those of the same states side by side."""
+    function, dim = load("lightning_decode", "f32", module), module or 16
+    slots = [7, 0, 5, 2]
+    call = Call("f32", dim, dim, slots, [1] * 4)
+    gathered, order = call.state[slots].clone(), torch.arange(4, dtype=torch.int32)
+    out, address = torch.empty_like(call.out), call.state.data_ptr()
+    function(call.q, call.k, call.v, gathered, order, call.slopes, out, SCALE)
+    call.decode(function)
+    assert torch.equal(call.out, out) and torch.equal(call.state[slots], gathered)
+    assert call.state.data_ptr() == address and call.state[[1, 3, 4, 6]].isnan().all()
+
+
 def test_heads_are_independent():
     """L18: the heads in two calls of a half each, with their slices of slopes and state, give the same bits."""
     function = load("lightning_extend", "bf16", 128)

@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 
 ROUNDS, SECONDS = 20, 5.0
 QUICK_ROUNDS, QUICK_SECONDS = 7, 2.0
-GPU_SECONDS = 1.0
 COST_ROUNDS = 500
 COSTS = "host"
 
 
 @click.command(name="bench", context_settings={"show_default": True})
-@click.argument("filters", nargs=-1, metavar="[FILTER]...")
 @click.option(
-    "--target", type=click.Choice(list(TARGETS)), help="Of a GPU: its workloads instead, on the first GPU there is."
+    "--target",
+    help="Rows for this target, on its modules: a server's workloads where it is beyond x86-avx2; a GPU's on the first "
+    "GPU there is.  "
+    "[default: x86-avx2's rows on whatever modules a call takes here]",
 )
+@click.option(
+    "--vllm",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The _C library of vLLM's CPU build.  [default: that of an installed package]",
+)
+@click.argument("filters", nargs=-1, metavar="[FILTER]...")
 @click.option("--quick", is_flag=True, help="The workloads that `make tune` tunes, fewer rounds, no host costs.")
 @click.option(
     "--rounds", type=click.IntRange(2), help=f"Least rounds a row.  [default: {ROUNDS}, quick {QUICK_ROUNDS}]"
@@ -49,6 +56,7 @@ COSTS = "host"
 def command(
     filters: tuple[str, ...],
     target: str | None,
+    vllm: Path | None,
     quick: bool,
     rounds: int | None,
     seconds: float | None,
@@ -58,24 +66,22 @@ def command(
     as_markdown: bool,
     only_list: bool,
 ) -> None:
-    """Time our kernels beside plain torch on the same data, in one process; how: docs/benchmarks.md.
+    """Time our kernels beside torch and vLLM on the same data, in one process; how: docs/benchmarks.md.
 
     FILTER keeps the rows whose name contains it, e.g. decode-bf16; "host" stands for the costs of a call.
     """
     import torch
 
-    from tilewright.codegen.bench import cases, machine, overhead, report
+    from tilewright.codegen.bench import batches, cases, machine, overhead, report, vllm_peer
     from tilewright.codegen.records import current_environment
     from tilewright.runtime import env
 
     if target is not None:
-        if TARGETS[target].device != "cuda":
-            raise click.UsageError(
-                f"--target: got {target}; on a CPU the rows are of what a call would use: leave it out"
-            )
-        _bench_gpu(target, filters, rounds, seconds, json_file, as_markdown, only_list)
-        return
-    chosen = [case for case in (cases.QUICK if quick else cases.CASES) if _kept(case.name, filters)]
+        if target in TARGETS and TARGETS[target].device == "cuda":
+            _bench_gpu(target, filters, rounds, seconds, json_file, as_markdown, only_list)
+            return
+        _expect_target(target)
+    chosen = [case for case in (cases.QUICK if quick else cases.of_target(target)) if _kept(case.name, filters)]
     with_costs = not quick and _kept(COSTS, filters)
     if only_list:
         click.echo("\n".join([case.name for case in chosen] + [COSTS] * with_costs))
@@ -89,27 +95,42 @@ def command(
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     seconds = (QUICK_SECONDS if quick else SECONDS) if seconds is None else seconds
 
+    if vllm is not None:
+        vllm_peer.load(vllm)
+    skipped: dict[str, str] = {}
+    if target is not None:
+        chosen, skipped = _of_target(chosen, target)
+        if not chosen and not with_costs:
+            raise click.ClickException("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     found = _find(chosen)
     tuned = [case for case in chosen if untuned and found[case].manifest.origin != "default"]
     root = _build_untuned({case.workload.name: found[case].target.name for case in tuned}) if tuned else None
-    limits = _limits([artifact.target.name for artifact in found.values()], torch.get_num_threads())
+    limits = _limits({artifact.target.name for artifact in found.values()}, torch.get_num_threads())
+    main_limits = limits.get(target) if target in limits else next(iter(limits.values()), None)
     canary = machine.Canary()
     rows, costs = [], []
     with torch.no_grad(), cases.Roots(root) if root else nullcontext() as roots:
         for case in chosen:
             click.echo(f"{case.name} ...", err=True)
             both = roots if case in tuned else None
-            rows.append(_row(case, found[case], both, limits, rounds=rounds, seconds=seconds))
+            rows.append(_row(case, found[case], both, limits.get(found[case].target.name), rounds, seconds))
         if with_costs:
             click.echo("costs of a call ...", err=True)
-            costs = [*overhead.call_costs(rounds=COST_ROUNDS, seconds=min(1.0, seconds)), overhead.load_cost()]
+            costs = overhead.call_costs(rounds=COST_ROUNDS, seconds=min(1.0, seconds))
+            costs.append(overhead.alternation_cost(rounds=COST_ROUNDS))
+            few, brief = min(rounds, QUICK_ROUNDS), min(seconds, QUICK_SECONDS)
+            costs += [*batches.invariance_costs(few, brief), *batches.balance_costs(few, brief)]
+            costs.append(overhead.load_cost())
     outcome = report.Report(
         command=shlex.join(["tilewright", *sys.argv[1:]]),
         machine=machine.describe(),
         environment=current_environment(),
         threads=torch.get_num_threads(),
-        flops=limits.flops if limits else None,
-        bandwidth=limits.bandwidth if limits else None,
+        flops=main_limits.flops if main_limits else None,
+        bandwidth=main_limits.bandwidth if main_limits else None,
+        tiles=main_limits.tiles if main_limits else None,
+        tile_peak=main_limits.tile_peak if main_limits else None,
+        skipped=skipped,
         others=canary.others(),
         rows=rows,
         costs=costs,
@@ -126,66 +147,14 @@ def _bench_gpu(
     as_markdown: bool,
     only_list: bool,
 ) -> None:
-    import torch
-
-    from tilewright.codegen.bench import gpu_cases, gpu_peers, machine, report
-    from tilewright.codegen.records import current_environment
-    from tilewright.runtime import store
+    from tilewright.codegen.bench import gpu_cases, gpu_command
 
     chosen = [case for case in gpu_cases.CASES if _kept(case.name, filters)]
     with_costs = _kept(COSTS, filters)
     if only_list:
         click.echo("\n".join([case.name for case in chosen] + [COSTS] * with_costs))
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException(f"{target}: torch sees no CUDA device")
-    needed = dict.fromkeys(item for case in (*chosen, gpu_cases.CASES[0]) for item in gpu_cases.needed(case.workload))
-    found = {workload: store.find(workload, target).found for workload in needed}
-    missing = [workload.name for workload, artifact in found.items() if artifact is None]
-    if missing:
-        raise click.ClickException(
-            f"{len(missing)} modules are missing or cannot run here; build them: tilewright build {' '.join(missing)} "
-            f"--target {target} (tilewright list --target {target} --verbose says more)"
-        )
-    limits, canary, rows = gpu_cases.limits(), machine.Canary(), []
-    with torch.no_grad():
-        for case in chosen:
-            click.echo(f"{case.name} ...", err=True)
-            artifact = found[case.workload]
-            assert artifact is not None
-            setup, contest = gpu_cases.time_case(
-                case, rounds=rounds or ROUNDS, seconds=GPU_SECONDS if seconds is None else seconds
-            )
-            rows.append(
-                report.Row(
-                    name=case.name,
-                    target=target,
-                    origin=artifact.manifest.origin,
-                    memory=setup.memory,
-                    flops=setup.flops,
-                    bytes=setup.bytes,
-                    limit_us=1e6 * limits.seconds(setup.flops, setup.bytes),
-                    required=case.required,
-                    contest=contest,
-                )
-            )
-            del setup
-            torch.cuda.empty_cache()
-        costs = gpu_cases.costs() if with_costs else []
-    outcome = report.Report(
-        command=shlex.join(["tilewright", *sys.argv[1:]]),
-        machine=gpu_cases.describe(),
-        environment=current_environment(),
-        threads=torch.get_num_threads(),
-        flops=limits.flops,
-        bandwidth=limits.bandwidth,
-        others=canary.others(),
-        rows=rows,
-        costs=costs,
-        peers="peer",
-        product="bf16 matrix product",
-        remarks=[f"{name}: left out: {reason}" for name, reason in gpu_peers.left_out.items()],
-    )
+    outcome = gpu_command.bench(target, chosen, with_costs=with_costs, rounds=rounds, seconds=seconds)
     _deliver(outcome, json_file, as_markdown)
 
 
@@ -255,28 +224,61 @@ def _build_untuned(targets: dict[str, str]) -> Path:
     return root
 
 
-def _limits(targets: list[str], threads: int) -> Limits | None:
-    """The machine's limits with the instructions of the first target that they are known for."""
+def _expect_target(target: str) -> None:
+    """Refuse a target that there is not or that cannot run here.
+
+    Raises:
+        click.ClickException
+    """
+    from tilewright.runtime import features
+    from tilewright.schedules.targets import get_target
+
+    try:
+        missing = features.missing_features(get_target(target).features)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if missing:
+        raise click.ClickException(f"{target}: cannot run here: no {', '.join(missing)}")
+
+
+def _of_target(chosen: list[Case], target: str) -> tuple[list[Case], dict[str, str]]:
+    """(rows whose kernel a call here takes from a module of the target, the others with the reason)."""
+    from tilewright.runtime import store
+
+    kept, skipped = [], {}
+    for case in chosen:
+        found = store.find(case.workload).found
+        if found is None or found.target.name != target:
+            instead = f"a call takes that of {found.target.name}" if found else "there is none for another target"
+            build = f"{store.build_command(case.workload.name, target)}, where its space serves the workload"
+            skipped[case.name] = f"no module for {target}, {instead}; build it: {build}"
+        else:
+            kept.append(case)
+    return kept, skipped
+
+
+def _limits(targets: set[str], threads: int) -> dict[str, Limits]:
+    """The machine's limits with the instructions of each target that they are known for."""
     from tilewright.codegen import roofline
 
-    known = next((target for target in targets if target in roofline.FLAGS), None)
-    if known is None:
-        return None
     try:
-        return roofline.measure(known, threads)
+        return {target: roofline.measure(target, threads) for target in sorted(targets) if target in roofline.FLAGS}
     except roofline.RooflineError as error:
         raise click.ClickException(str(error)) from error
 
 
 def _row(
-    case: Case, artifact: Artifact, roots: Roots | None, limits: Limits | None, *, rounds: int, seconds: float
+    case: Case, artifact: Artifact, roots: Roots | None, limits: Limits | None, rounds: int, seconds: float
 ) -> Row:
-    from tilewright.codegen import roofline
     from tilewright.codegen.bench import cases, protocol, report
 
     setup = cases.set_up(case, roots=roots)
     protocol.check(setup.contestants, setup.tolerances)
-    known = limits is not None and artifact.target.name in roofline.FLAGS
+    contest = protocol.measure(setup.contestants, rounds=rounds, seconds=seconds)
+    warm = None
+    if any(len(item.calls) > 1 for item in setup.contestants):
+        again = protocol.warm(setup.contestants)
+        warm = protocol.measure([again], rounds=rounds, seconds=min(1.0, seconds)).timings[0]
     return report.Row(
         name=case.name,
         target=artifact.target.name,
@@ -284,7 +286,10 @@ def _row(
         memory=setup.memory,
         flops=setup.flops,
         bytes=setup.bytes,
-        limit_us=1e6 * limits.seconds(setup.flops, setup.bytes) if limits is not None and known else None,
+        limit_us=1e6 * limits.seconds(setup.flops, setup.bytes) if limits is not None else None,
         required=case.required,
-        contest=protocol.measure(setup.contestants, rounds=rounds, seconds=seconds),
+        contest=contest,
+        share=case.share,
+        most_us=case.most_us,
+        warm=warm,
     )

@@ -6,6 +6,7 @@ larger than what is used, their slots are permuted, and what no request may read
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import torch
 from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, excess, lse_error, worst
 from tilewright.runtime import store
 from tilewright.runtime.pool_memory import pool_zeros
+from tilewright.schedules.catalog import all_workloads
+from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
 OPERATORS = ("paged_decode", "paged_extend", "lightning_decode", "lightning_extend")
@@ -72,6 +75,16 @@ MEASURED: dict[str, Paged | Lightning] = {
     "lightning_extend": Lightning((1537, 511), 8),
     "lightning_decode": Lightning((1,) * 16, 32),
 }
+# The same for tiles, which are found on machines of many cores: about the sizes of a server.
+MEASURED_ON_TILES: dict[str, Paged | Lightning] = {
+    "paged_decode": Paged(
+        tuple((n - 1, 1) for n in (2048, 1537, 2571, 1790, 2306, 1025, 3071, 2036, 4096, 601, 1200, 2900)), 8
+    ),
+    "paged_extend": Paged(((0, 1024), (2048, 256)), 8),
+}
+# Latent attention: one KV head, whose values are the first columns of its keys.
+MEASURED_LATENT = Paged(tuple((n - 1, 1) for n in (4096, 3573, 4571, 3790, 4306, 2025, 6071, 4036) * 2), 1)
+COLD_BYTES = 1 << 30  # of KV pools that are read in turn, where the keys must come from memory
 # What a winner must get right: around tile edges, empty requests, one token, no prefix, odd heads.
 VERIFIED: dict[str, tuple[Paged | Lightning, ...]] = {
     "paged_decode": (
@@ -101,14 +114,17 @@ def check_operator(workload: Workload) -> None:
         )
 
 
-def companions(workload: Workload) -> list[Workload]:
-    """Other kernels that a call of the operator needs."""
-    return [Workload("merge", workload.dtype)] if workload.operator.startswith("paged") else []
+def companions(workload: Workload, target: str) -> list[tuple[Workload, str]]:
+    """Other kernels that a call of the operator needs, with the targets that have them."""
+    if not workload.operator.startswith("paged"):
+        return []
+    merge = Workload("merge", workload.dtype)
+    return [(merge, target if merge in all_workloads(target) else "x86-avx2")]
 
 
-def describe(workload: Workload) -> str:
+def describe(workload: Workload, target: str) -> str:
     """The measured case in words."""
-    lengths = MEASURED[workload.operator]
+    lengths = _lengths(workload, target)
     if isinstance(lengths, Paged):
         group = workload.group or 1
         sizes = ", ".join(f"{prefix}+{new}" for prefix, new in lengths.requests)
@@ -120,13 +136,23 @@ def describe(workload: Workload) -> str:
 
 def measured(workload: Workload, target: str, shared: Path) -> Case:
     """The representative case. `shared`: the artifact root that holds the workload's `companions`."""
-    return _case(workload, target, shared, MEASURED[workload.operator], SEED)
+    return _case(workload, target, shared, _lengths(workload, target), SEED)
 
 
 def verified(workload: Workload, target: str, shared: Path) -> list[Case]:
     """The ragged cases that a winner is held to, expected results from the oracles of `schedules`."""
     cases = enumerate(VERIFIED[workload.operator], 1)
     return [_case(workload, target, shared, lengths, SEED + index, oracle=True) for index, lengths in cases]
+
+
+def _lengths(workload: Workload, target: str) -> Paged | Lightning:
+    if get_target(target).family != "amx":
+        return MEASURED[workload.operator]
+    return MEASURED_LATENT if _is_latent(workload) else MEASURED_ON_TILES[workload.operator]
+
+
+def _is_latent(workload: Workload) -> bool:
+    return workload.operator == "paged_decode" and (workload.head_dim_vo or 0) < (workload.head_dim_qk or 0)
 
 
 def _case(
@@ -146,7 +172,7 @@ class PagedCase:
     """Paged decode or causal extend: a `Case`.
 
     Decode reads its keys, the current token's too, from the pool; extend reads the prefix from the pool and the new
-    tokens from k_new and v_new.
+    tokens from k_new and v_new. On tiles, decode is timed with cold pools: calls take copies of the pool in turn.
     """
 
     def __init__(
@@ -166,7 +192,11 @@ class PagedCase:
         slots = sum(pooled) + 64
         self._q = normal(tokens, heads, dim)
         self._k_buffer = pool_zeros((slots, kv_heads, dim), dtype).fill_(math.nan)
-        self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
+        latent = _is_latent(workload)
+        if latent:
+            self._v_buffer = self._k_buffer[..., :dim_v]
+        else:
+            self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
@@ -186,7 +216,9 @@ class PagedCase:
         row = pairs = keys_read = 0
         for index, ((prefix, new), length) in enumerate(zip(lengths.requests, pooled, strict=True)):
             mine, free = free[:length], free[length:]
-            self._k_buffer[mine], self._v_buffer[mine] = normal(length, kv_heads, dim), normal(length, kv_heads, dim_v)
+            self._k_buffer[mine] = normal(length, kv_heads, dim)
+            if not latent:
+                self._v_buffer[mine] = normal(length, kv_heads, dim_v)
             self._req_to_token[int(self._req_pool_indices[index]), :length] = mine.to(torch.int32)
             if not oracle:
                 rows = slice(row, row + new)
@@ -201,7 +233,16 @@ class PagedCase:
         if oracle:
             self._ask_oracle()
         self.flops = 2.0 * pairs * heads * (dim + dim_v)
-        self.bytes = float((keys_read * kv_heads + tokens * heads) * (dim + dim_v) * dtype.itemsize)
+        row = dim if latent else dim + dim_v
+        self.bytes = float((keys_read * kv_heads * row + tokens * heads * (dim + dim_v)) * dtype.itemsize)
+        self._pools = [(self._k_buffer, self._v_buffer)]
+        if self._decode and not oracle and get_target(target).family == "amx":
+            for _ in range(math.ceil(COLD_BYTES / self.bytes) - 1):
+                k, v = (pool_zeros(x.shape, dtype) for x in (self._k_buffer, self._v_buffer))
+                k.copy_(self._k_buffer)
+                self._pools.append((k, k[..., :dim_v] if latent else v.copy_(self._v_buffer)))
+        # One order for all candidates: in turns of their own they would follow each other through warm pools.
+        self._next_pool = itertools.cycle(self._pools).__next__
 
     def _ask_oracle(self) -> None:
         from tilewright.schedules.paged_attention import reference
@@ -225,7 +266,8 @@ class PagedCase:
         from tilewright.runtime.planner import Lengths, Tiling, make_work
 
         kernel = store.load(self._workload, self._target, root=root).function
-        merge = store.load(companions(self._workload)[0], self._target, root=self._shared).function
+        (merge_workload, merge_target), *_ = companions(self._workload, self._target)
+        merge = store.load(merge_workload, merge_target, root=self._shared).function
         new = np.array([new for _, new in self._lengths.requests], np.int64)
         keys = np.array([prefix + new for prefix, new in self._lengths.requests], np.int64)
         work = make_work(
@@ -244,7 +286,7 @@ class PagedCase:
         self._part_lse = torch.empty((max(work.partials, 1), heads))
         keys_new = () if self._decode else (self._k_new, self._v_new)
         arguments = (
-            self._q, self._k_buffer, self._v_buffer, *keys_new,
+            *keys_new,
             self._req_to_token, self._req_pool_indices, self._kv_start, items, self._sinks,
             self._out, self._lse, self._part_o, self._part_lse,
             self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0,
@@ -252,7 +294,7 @@ class PagedCase:
         merged = (self._part_o, self._part_lse, rows, self._sinks, self._out, self._lse)
 
         def call() -> None:
-            kernel(*arguments)
+            kernel(self._q, *self._next_pool(), *arguments)
             if work.partials:
                 merge(*merged)
 

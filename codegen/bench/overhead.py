@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -29,7 +30,8 @@ from tilewright.schedules.workload import Workload
 DECODE = Workload("paged_decode", "bf16", 4, 128, 128)
 KV_HEADS = 8
 PROCESSES = 5
-REQUIRED_CALL_US, REQUIRED_LOAD_MS = 40.0, 100.0
+REQUIRED_CALL_US, REQUIRED_ALTERNATION_US, REQUIRED_LOAD_MS = 40.0, 30.0, 100.0
+_REPEATS = 10
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -85,6 +87,51 @@ def call_costs(*, rounds: int, seconds: float) -> list[Cost]:
     }
     required = {"decode call": REQUIRED_CALL_US}
     return [Cost(names[item.name], item.median, item.low, item.high, "us", required.get(item.name)) for item in timings]
+
+
+def alternation_cost(*, rounds: int) -> Cost:
+    """A kernel and a torch operator in turn, on both of which all threads work, over the two each by itself.
+
+    Differences of medians of rounds that call the kernel, the operator and the pair, in an order drawn anew.
+    """
+    group, dim, dtype = DECODE.group or 1, DECODE.head_dim_qk or 0, DTYPES[DECODE.dtype]
+    batch, tokens = 8, 64
+    q = torch.randn(batch, group * KV_HEADS, dim).to(dtype)
+    keys, values = (torch.randn(batch * tokens, KV_HEADS, dim).to(dtype) for _ in range(2))
+    table, rows = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens), torch.arange(batch).int()
+    lengths = torch.full((batch,), tokens, dtype=torch.int32)
+    plan = tilewright.plan_decode(
+        lengths, num_qo_heads=q.shape[1], num_kv_heads=KV_HEADS, head_dim_qk=dim, head_dim_vo=dim, device="cpu"
+    )
+    out, x, y = torch.empty_like(q), torch.randn(1 << 18), torch.randn(1 << 18)
+
+    def kernel_call() -> object:
+        return tilewright.decode_attention(q, keys, values, table, rows, lengths, out=out, plan=plan)
+
+    def operator() -> object:
+        return torch.add(x, y, out=x)
+
+    def repeated(*calls: Callable[[], object]) -> Callable[[], object]:
+        # A pair's time must not depend on what came before it: each contestant repeats itself.
+        def run() -> None:
+            for _ in range(_REPEATS):
+                for call in calls:
+                    call()
+
+        return run
+
+    contestants = [
+        Contestant(name, "untuned", [Call(repeated(*calls), lambda _: ())])
+        for name, calls in (("kernel", (kernel_call,)), ("torch", (operator,)), ("pair", (kernel_call, operator)))
+    ]
+    times = {item.name: item for item in measure(contestants, rounds=max(rounds // _REPEATS, 2), seconds=0).timings}
+
+    def over(quartile: str) -> float:
+        alone = times["kernel"].median + times["torch"].median
+        return (getattr(times["pair"], quartile) - alone) / _REPEATS
+
+    name = "a kernel and a torch operator in turn, over the two alone"
+    return Cost(name, over("median"), over("low"), over("high"), "us", REQUIRED_ALTERNATION_US)
 
 
 def load_cost(processes: int = PROCESSES) -> Cost:

@@ -8,6 +8,7 @@ layout, decay tables and slices ready.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,37 +21,42 @@ CHUNKS = (64, 128, 256)
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Form]:
-    """Attention of one token per request, q [B, Hq, D], keys and values [B, Hk, N, D]: out [B, Hq, D]."""
+    """Attention of one token per request, q [B, Hq, D], keys [B, Hk, N, D], values [B, Hk, N, Dv]: out [B, Hq, Dv]."""
     batch, heads, dim = q.shape
+    out = (batch, heads, values.shape[3])
     single = q.view(batch, heads, 1, dim)
     grouped = q.view(batch, keys.shape[1], heads // keys.shape[1], dim)
     return {
-        "sdpa enable_gqa": lambda: scaled_dot_product_attention(single, keys, values, enable_gqa=True).view_as(q),
-        "sdpa group as rows": lambda: scaled_dot_product_attention(grouped, keys, values).view_as(q),
+        "sdpa enable_gqa": lambda: scaled_dot_product_attention(single, keys, values, enable_gqa=True).reshape(out),
+        "sdpa group as rows": lambda: scaled_dot_product_attention(grouped, keys, values).reshape(out),
     }
 
 
 def extend(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Form]:
-    """Causal self-attention of one request, q [Hq, T, D], keys and values [Hk, T, D]: out [1, Hq, T, D].
+    """Causal attention of new tokens, q [B, Hq, T, D], keys and values [B, Hk, P + T, D]: out [B, Hq, T, D].
 
-    The third form packs the group into the query rows as decode does; causality is then a mask, of which torch computes
-    the hidden half too.
+    Where there is a prefix (P > 0) causality is a mask. So it is in the third form, which packs the group into the
+    query rows as decode does: torch then computes the hidden half too.
     """
-    heads, tokens, dim = q.shape
-    group = heads // len(keys)
-    single, few_keys, few_values = q[None], keys[None], values[None]
-    many_keys, many_values = (x.repeat_interleave(group, 0)[None] for x in (keys, values))
-    rows = q.view(1, len(keys), group * tokens, dim)
-    mask = torch.ones((tokens, tokens), dtype=torch.bool).tril().repeat(group, 1)
+    batch, heads, tokens, dim = q.shape
+    kv_heads, length = keys.shape[1:3]
+    group = heads // kv_heads
+    many_keys, many_values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    rows = q.reshape(batch, kv_heads, group * tokens, dim)
+    row_mask = _causal_mask(tokens, length, group)
+    causal = {"is_causal": True} if length == tokens else {"attn_mask": row_mask[:tokens]}
     return {
-        "sdpa enable_gqa": lambda: scaled_dot_product_attention(
-            single, few_keys, few_values, is_causal=True, enable_gqa=True
-        ),
-        "sdpa expanded": lambda: scaled_dot_product_attention(single, many_keys, many_values, is_causal=True),
+        "sdpa enable_gqa": lambda: scaled_dot_product_attention(q, keys, values, enable_gqa=True, **causal),
+        "sdpa expanded": lambda: scaled_dot_product_attention(q, many_keys, many_values, **causal),
         "sdpa group as rows, mask": lambda: scaled_dot_product_attention(
-            rows, few_keys, few_values, attn_mask=mask
-        ).view_as(single),
+            rows, keys, values, attn_mask=row_mask
+        ).view_as(q),
     }
+
+
+@lru_cache(1)  # copies of a row share it: it can be larger than their keys
+def _causal_mask(tokens: int, length: int, repeats: int) -> Tensor:
+    return torch.ones((tokens, length), dtype=torch.bool).tril(length - tokens).repeat(repeats, 1)
 
 
 def lightning_decode(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float) -> dict[str, Form]:

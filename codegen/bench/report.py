@@ -25,8 +25,8 @@ class Row(msgspec.Struct, frozen=True):
         target, origin: of our module; origin "default" means that no record is committed for it.
         memory: which data was cold.
         flops, bytes: of one call. limit_us: the least time that the machine's measured limits allow; None: not known.
-        required: ratio to the best peer that was promised; None: none.
-        contest: all times.
+        required: ratio to the best peer that was promised; share: of the limit; most_us: of the time; None: nothing.
+        contest: all times. warm: of our call on the same data again and again; None: the row is warm itself.
     """
 
     name: str
@@ -38,6 +38,9 @@ class Row(msgspec.Struct, frozen=True):
     limit_us: float | None
     required: float | None
     contest: Contest
+    share: float | None = None
+    most_us: float | None = None
+    warm: Timing | None = None
 
     @property
     def ours(self) -> Timing:
@@ -59,9 +62,26 @@ class Row(msgspec.Struct, frozen=True):
         return self.peer.median / self.ours.median
 
     @property
+    def reached(self) -> float | None:
+        """Share of the machine's limit; None where it is not known."""
+        return None if self.limit_us is None else self.limit_us / self.ours.median
+
+    @property
+    def promises(self) -> list[tuple[str, bool]]:
+        """What was promised, in words, and whether it was kept (a share of an unknown limit was not)."""
+        promises = []
+        if self.required is not None:
+            promises.append((f"{self.required:.1f}x", self.ratio >= self.required))
+        if self.share is not None:
+            promises.append((f"{self.share:.0%}", self.reached is not None and self.reached >= self.share))
+        if self.most_us is not None:
+            promises.append((f"{self.most_us:.0f} us", self.ours.median <= self.most_us))
+        return promises
+
+    @property
     def verdict(self) -> str:
-        """In a word: "ok", "short", or "" where nothing is required."""
-        return "" if self.required is None else "ok" if self.ratio >= self.required else "short"
+        """In a word: "ok", "short" (of anything that was promised), or "" where nothing was."""
+        return "" if not self.promises else "ok" if all(kept for _, kept in self.promises) else "short"
 
     @property
     def gain(self) -> float | None:
@@ -75,10 +95,10 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         command, machine: for the caption of a table.
-        flops, bandwidth: the machine's measured limits (flop/s, byte/s), None where not measured.
+        flops, bandwidth: the machine's measured limits (flop/s of `product`, byte/s), None where not measured.
+        tiles, tile_peak: those of AMX (roofline.Limits), None where it has none.
+        skipped: rows that were not timed, with the reason.
         others: CPUs that other processes kept busy meanwhile.
-        peers: who they are, for the head of the table. product: what `flops` was measured with.
-        remarks: more to be read with the table.
     """
 
     command: str
@@ -90,10 +110,11 @@ class Report(msgspec.Struct, frozen=True):
     others: float
     rows: list[Row]
     costs: list[Cost]
+    tiles: float | None = None
+    tile_peak: float | None = None
+    skipped: dict[str, str] = {}
     schema: int = SCHEMA
-    peers: str = "torch"
     product: str = "f32 multiply-add"
-    remarks: list[str] = []
 
     @property
     def median_gain(self) -> float | None:
@@ -113,10 +134,10 @@ class Report(msgspec.Struct, frozen=True):
 
 
 COLUMNS = (
-    "workload", "us", "quartiles", "GB/s", "GFLOP/s", "% of limit", "best torch", "torch us", "ratio", "required", "",
-    "untuned us", "gain",
+    "workload", "us", "quartiles", "warm us", "GB/s", "TFLOP/s", "% of limit", "best peer", "peer us", "ratio",
+    "required", "", "untuned us", "gain",
 )  # fmt: skip
-_LEFT = ("workload", "best torch", "best peer", "")
+_LEFT = ("workload", "best peer", "")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -126,13 +147,14 @@ def cells(row: Row) -> tuple[str, ...]:
         row.name,
         f"{ours.median:.0f}" + ("~" if max(ours.spread, peer.spread) > NOISY else ""),
         f"{ours.low:.0f}-{ours.high:.0f}",
+        "" if row.warm is None else f"{row.warm.median:.0f}",
         f"{row.bytes / ours.median / 1e3:.1f}",
-        f"{row.flops / ours.median / 1e3:.1f}",
-        "" if row.limit_us is None else f"{100 * row.limit_us / ours.median:.0f}",
+        f"{row.flops / ours.median / 1e6:.3g}",
+        "" if row.reached is None else f"{100 * row.reached:.0f}",
         peer.name,
         f"{peer.median:.0f}",
         f"{row.ratio:.2f}",
-        "" if row.required is None else f"{row.required:.1f}",
+        ", ".join(text for text, _ in row.promises),
         row.verdict,
         "no record" if row.origin == "default" else "" if untuned is None else f"{untuned.median:.0f}",
         "" if row.gain is None else f"{row.gain:.2f}",
@@ -147,6 +169,12 @@ def notes(report: Report) -> list[str]:
             f"limits measured in this run: {report.bandwidth / 1e9:.1f} GB/s read, {report.flops / 1e9:.0f} GFLOP/s "
             f"{report.product}"
         )
+    if report.tiles and report.tile_peak:
+        lines.append(
+            f"products of bf16 tiles: {report.tiles / 1e12:.1f} TFLOP/s with operands from the second-level cache (the "
+            f"limit), {report.tile_peak / 1e12:.1f} from registers"
+        )
+    lines += [f"not timed: {name}: {reason}" for name, reason in report.skipped.items()]
     gain = report.median_gain
     if gain is not None:
         count = sum(row.gain is not None for row in report.rows)
@@ -160,14 +188,14 @@ def notes(report: Report) -> list[str]:
         lines.append(f"~ quartiles more than {NOISY:.0%} of the median apart: noisy")
     if report.others > BUSY:
         lines.append(f"others kept {report.others:.1f} CPUs busy meanwhile: do not keep these numbers")
-    return lines + report.remarks
+    return lines
 
 
 def _cost_cells(cost: Cost) -> tuple[str, ...]:
     return (
         cost.name,
-        f"{cost.median:.1f} {cost.unit}",
-        f"{cost.low:.1f}-{cost.high:.1f}",
+        f"{cost.median:.{2 if cost.unit == 'x' else 1}f} {cost.unit}",
+        f"{cost.low:.{2 if cost.unit == 'x' else 1}f}-{cost.high:.{2 if cost.unit == 'x' else 1}f}",
         "" if cost.required is None else f"< {cost.required:.0f} {cost.unit}",
         cost.verdict,
     )
@@ -179,8 +207,7 @@ _COST_COLUMNS = ("cost", "median", "quartiles", "required", "")
 def _tables(report: Report) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
     if report.rows:
-        columns = tuple(name.replace("torch", report.peers) for name in COLUMNS)
-        tables.append((columns, [cells(row) for row in report.rows]))
+        tables.append((COLUMNS, [cells(row) for row in report.rows]))
     if report.costs:
         tables.append((_COST_COLUMNS, [_cost_cells(cost) for cost in report.costs]))
     return tables

@@ -90,7 +90,7 @@ class WorkloadProblem:
 
     @property
     def description(self) -> str:  # noqa: D102
-        return inputs.describe(self.workload)
+        return inputs.describe(self.workload, self.target)
 
     def fingerprint(self) -> str:
         """Of the sources that the modules are made of and the compiler's versions."""
@@ -107,8 +107,8 @@ class WorkloadProblem:
         from tilewright.codegen.build import build, build_launcher
 
         build_launcher(self.target, shared)
-        for other in inputs.companions(self.workload):
-            build(other, self.target, dict(get_space(other, self.target).default), shared)
+        for other, target in inputs.companions(self.workload, self.target):
+            build(other, target, dict(get_space(other, target).default), shared)
 
     def build(self, decisions: Decisions, shared: Path, root: Path) -> None:
         """Build as `tilewright build` does; the launcher is linked from `shared`."""

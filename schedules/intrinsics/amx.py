@@ -145,6 +145,31 @@ def omitted_init(rows: int, columns: int) -> str:
 
 
 @functools.cache
+def zeroed(rows: int, columns: int) -> str:
+    """Register C[i, j] = 0 over f32 [rows, columns] by tiles.
+
+    LLVM makes a call of memset of plain stores, and behind each call the tiles must be configured anew.
+    """
+
+    def loops(tiles: bool) -> None:
+        (c_row,) = _sizes("C_row") if tiles else (None,)
+        c = _matrix("C", (rows, columns), "float32", [c_row, 1] if tiles else None)
+        with T.sblock("root"):
+            T.reads()
+            T.writes(c[0:rows, 0:columns])
+            if tiles:
+                for i, m in _tiles(rows):
+                    for j, n in _tiles(columns):
+                        _store(m, n, _address(c, i, j), _bytes(c, c.strides[0]), _zero(m, n))
+            else:
+                with T.grid(rows, columns) as indices, T.sblock("init"):
+                    i, j = T.axis.remap("SS", indices)
+                    T.buffer_store(c, tirx.const(0.0, "float32"), [i, j])
+
+    return _register(f"amx_zeroed_{rows}x{columns}", lambda: loops(False), lambda: loops(True))
+
+
+@functools.cache
 def interleave_rows(columns: int) -> str:
     """Register Out[t // 2, j, t % 2] = In[t, j] for two rows t.
 
@@ -194,8 +219,8 @@ def interleave_rows(columns: int) -> str:
 def transpose_to_bf16() -> str:
     """Register Out[j, t] = bf16(In[t, j]): the left operand of a product from f32 values that lie the other way.
 
-    In is f32 [32, 16], Out bf16 [16, 32]; row strides are free, rows are dense. Rounded to nearest even; NaN stays NaN
-    if its upper half has a fraction (all that arithmetic on bf16 values makes).
+    In is f32 [32, 16], Out bf16 [16, 32]; row strides are free, rows are dense. Rounded to nearest, halves away from
+    zero; NaN stays NaN if its upper half has a fraction that does not overflow (all that arithmetic makes).
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops t, j.
@@ -217,8 +242,7 @@ def transpose_to_bf16() -> str:
         target = _matrix("Out", (rows, keys), "bfloat16", [target_row, 1])
 
         def rounded(t: int) -> tirx.Expr:
-            bits = T.Bind(T.reinterpret("uint32x16", source[t, tirx.Ramp(0, 1, 16)]))
-            return bits + (bits >> _lanes(16) & _lanes(1)) + _lanes(0x7FFF)
+            return T.reinterpret("uint32x16", source[t, tirx.Ramp(0, 1, 16)]) + _lanes(0x8000)
 
         with T.sblock("root"):
             T.reads(source[0:keys, 0:rows])

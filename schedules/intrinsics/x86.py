@@ -1,22 +1,21 @@
-"""Tensor intrinsics of 256-bit vectors as desc + impl pairs."""
+"""Tensor intrinsics of vector registers as desc + impl pairs."""
 
 from __future__ import annotations
 
 import tvm
 from tvm.s_tir import TensorIntrin
 
-LANES = 8
 
+def sums_of_lanes(keys: int, rows: int, lanes: int) -> str | None:
+    """Register the intrinsic C[i, j] = sum over the lanes of A[i, j, :], all f32 and dense; gives its name.
 
-def sums_of_lanes(keys: int, rows: int) -> str | None:
-    """Register the intrinsic C[i, j] = sum over the eight lanes of A[i, j, :], all f32 and dense; gives its name.
-
-    Four sums at a time: two levels of horizontal adds leave the sums of half vectors side by side, one vertical add
-    joins them. The block's axes are in the order that rfactor gives: lane, key, row.
+    Four sums at a time: the halves of 16 lanes are added, two levels of horizontal adds leave the sums of half vectors
+    side by side, one vertical add joins them. The block's axes are in the order that rfactor gives: lane, key, row.
 
     Args:
         keys: rows of C.
         rows: columns of C.
+        lanes: 8 or 16.
 
     Returns:
         None where no four sums lie side by side (rows is no multiple of 4) and where keys is 1 (TVM drops unit axes
@@ -25,16 +24,16 @@ def sums_of_lanes(keys: int, rows: int) -> str | None:
     if rows % 4 or keys == 1:
         return None
     fours = [(i, j) for i in range(keys) for j in range(0, rows, 4)]
-    name = f"x86_sums_of_lanes_{keys}x{rows}"
+    name = f"x86_sums_of_{lanes}_lanes_{keys}x{rows}"
     head = f"""@T.prim_func(s_tir=True)
 def f(a: T.handle, c: T.handle):
-    A = T.match_buffer(a, ({keys}, {rows}, {LANES}), "float32", offset_factor=1, scope="local")
+    A = T.match_buffer(a, ({keys}, {rows}, {lanes}), "float32", offset_factor=1, scope="local")
     C = T.match_buffer(c, ({keys}, {rows}), "float32", offset_factor=1, scope="local")
     with T.sblock("root"):
-        T.reads(A[0:{keys}, 0:{rows}, 0:{LANES}])
+        T.reads(A[0:{keys}, 0:{rows}, 0:{lanes}])
         T.writes(C[0:{keys}, 0:{rows}])
 """
-    desc = f"""        for i, j, k in T.grid({keys}, {rows}, {LANES}):
+    desc = f"""        for i, j, k in T.grid({keys}, {rows}, {lanes}):
             with T.sblock("sum"):
                 vk, vi, vj = T.axis.remap("RSS", [k, i, j])
                 T.reads(C[vi, vj], A[vi, vj, vk])
@@ -45,7 +44,7 @@ def f(a: T.handle, c: T.handle):
 """
     lines = []
     for number, (i, j) in enumerate(fours):
-        vectors = [f"A[{i}, {j + x}, T.Ramp(0, 1, {LANES})]" for x in range(4)]
+        vectors = [_eight(f"A[{i}, {j + x}, T.Ramp(0, 1, {lanes})]", lanes) for x in range(4)]
         place = f"{i}, T.Ramp({j}, 1, 4)"
         halves = f"halves_{number}"
         lines.append(f"        {halves} = T.Bind({_hadd(_hadd(*vectors[:2]), _hadd(*vectors[2:]))})")
@@ -54,6 +53,12 @@ def f(a: T.handle, c: T.handle):
     impl = head + "\n".join(lines) + "\n"
     TensorIntrin.register(name, tvm.script.from_source(head + desc), tvm.script.from_source(impl), override=True)
     return name
+
+
+def _eight(vector: str, lanes: int) -> str:
+    if lanes == 8:
+        return vector
+    return f"(T.vectorlow('float32x8', {vector}) + T.vectorhigh('float32x8', {vector}))"
 
 
 def _hadd(a: str, b: str) -> str:

@@ -15,7 +15,7 @@ from tvm.ir import Range
 from tvm.ir.expr import Var
 
 from tilewright.schedules import lowering
-from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, f32, log2, negative_infinity, tanh
+from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, exp2_short, f32, isnan, log2, negative_infinity, tanh
 from tilewright.schedules.workload import Workload
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
@@ -29,7 +29,8 @@ ITEM_COLUMNS = 10
 class PagedShape:
     """Sizes of one paged kernel: integers where the workload fixes them, else symbols.
 
-    `block_q` query tokens and `chunk` keys per softmax chunk are decisions; the others belong to the problem.
+    `block_q` query tokens, `rows` query rows and `chunk` keys per softmax chunk are decisions; the others belong to the
+    problem. Rows beyond block_q * group are there to fill vectors or tiles: they repeat queries and are never stored.
     """
 
     block_q: int
@@ -41,10 +42,11 @@ class PagedShape:
     head_dim_vo: tirx.Expr | int
     num_items: tirx.Expr | int
     num_tokens: tirx.Expr | int
+    rows: tirx.Expr | int
 
     @staticmethod
-    def of(workload: Workload, block_q: int, chunk: int) -> PagedShape:
-        """The shape of `workload`."""
+    def of(workload: Workload, block_q: int, chunk: int, rows: int | None = None) -> PagedShape:
+        """The shape of `workload`; rows: None = those of the block's tokens."""
 
         def size(name: str) -> tirx.Expr | int:
             fixed = getattr(workload, name, None)
@@ -58,7 +60,9 @@ class PagedShape:
         else:
             qo_heads, group = heads * workload.group, workload.group
         names = ("head_dim_qk", "head_dim_vo", "num_items", "num_tokens")
-        return PagedShape(block_q, chunk, qo_heads, heads, group, *(size(name) for name in names))
+        dim, dim_vo, items, tokens = (size(name) for name in names)
+        filled = block_q * group if rows is None else rows
+        return PagedShape(block_q, chunk, qo_heads, heads, group, dim, dim_vo, items, tokens, filled)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
             shape.num_items,
             shape.num_tokens,
             shape.chunk,
-            shape.block_q * shape.group,
+            shape.rows,
         )
     )
     Hq = i64(shape.num_qo_heads)
@@ -244,11 +248,12 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         return masked(transformed, position, bound_lo[w, h, r], bound_hi[w, h, r])
 
     X = te.compute((W, Hk, chunks, C, M), options, name="X")
+    power = exp2 if workload.dtype == "f32" else exp2_short
     t_m, t_l, t_o = (te.reduce_axis((i64(0), C), name) for name in ("t_m", "t_l", "t_o"))
     m = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.max(X[w, h, c, t_m, r], axis=t_m), name="m")
     P = te.compute(
         (W, Hk, chunks, C, M),
-        lambda w, h, c, t, r: exp2(X[w, h, c, t, r] - finite_or_zero(m[w, h, c, r])),
+        lambda w, h, c, t, r: power(X[w, h, c, t, r] - finite_or_zero(m[w, h, c, r])),
         name="P",
     )
     l = te.compute((W, Hk, chunks, M), lambda w, h, c, r: te.sum(P[w, h, c, t_l, r], axis=t_l), name="l")
@@ -265,9 +270,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="acc",
     )
 
+    sink = te.compute((W, Hk, M), lambda w, h, r: sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), name="sink")
+
     def row_normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        sink = tirx.Select(items[w, PART] < 0, sinks[h * G + tirx.floormod(r, G)] * f32(LOG2_E), negative_infinity())
-        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], sink)
+        extra = tirx.Select(items[w, PART] < 0, sink[w, h, r], negative_infinity())
+        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], extra)
 
     F = te.compute((W, Hk, M), row_normaliser, name="F")
     lse_row = te.compute(
@@ -332,12 +339,12 @@ def natural_lse(maximum: tirx.Expr, total: tirx.Expr, log2: Unary = log2) -> tir
     """ln(sum of 2**score) of a state; -inf where it is empty, NaN where its sum is."""
     # A NaN must not look like an empty state, which a merge ignores: comparisons have dropped it from the maximum.
     known = tirx.Select(total == f32(0.0), negative_infinity(), (maximum + log2(total)) * f32(LN_2))
-    return tirx.Select(tirx.isnan(total), total, known)
+    return tirx.Select(isnan(total), total, known)
 
 
 def _store_rows(shape: PagedShape, dtype: str) -> lowering.BlockBody:
     """The block that scatters an item's rows: whole rows to out and lse, partial states to part_o and part_lse."""
-    G, M, Dv = shape.group, shape.block_q * shape.group, shape.head_dim_vo
+    G, M, Dv = shape.group, shape.rows, shape.head_dim_vo
 
     def body(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         w, h = axes["w"], axes["h"]

@@ -10,14 +10,14 @@ from tvm.ir.expr import Var
 from tilewright.schedules import lowering
 from tilewright.schedules.paged_attention.definition import (
     TVM_DTYPE,
+    finite_or_zero,
     i64,
     loop,
     natural_lse,
     normaliser,
     region,
-    softmax_monoid,
 )
-from tilewright.schedules.vector_math import LOG2_E, f32, negative_infinity
+from tilewright.schedules.vector_math import LOG2_E, exp2, f32, negative_infinity
 from tilewright.schedules.workload import Workload
 
 # Columns of `rows`.
@@ -26,14 +26,14 @@ ROW_COLUMNS = 4
 
 
 def merge(workload: Workload) -> tirx.PrimFunc:
-    """Merge partial states into whole rows: the softmax monoid over each row's states.
+    """Merge partial states into whole rows: their values weighted by 2**(lse - greatest lse).
 
     Args:
         workload: operator "merge"; its dtype is that of `out`.
 
     Returns:
         An s_tir function with the blocks L (states' LSE in base 2, -inf where empty), V (their values, 0 where empty),
-        acc (the monoid), F (normaliser), lse_row and store.
+        M (greatest L), A (weights), total (of the weights), acc (weighted values), F (normaliser), lse_row and store.
     """
     dtype = TVM_DTYPE[workload.dtype]
     P, H, Dv, R, T = (
@@ -56,28 +56,22 @@ def merge(workload: Workload) -> tirx.PrimFunc:
         lambda r, h, s, e: tirx.if_then_else(L[r, h, s] == negative_infinity(), f32(0.0), part_o[state(r, s), h, e]),
         name="V",
     )
-    s = te.reduce_axis((i64(0), P), "s")
-    # A normalised state is (its LSE, 1, its values); an empty one is (-inf, 1, 0), whose weight is 0.
-    acc_m, acc_l, acc_o = te.compute(
-        (R, H, Dv),
-        lambda r, h, e: softmax_monoid()(
-            (L[r, h, s], tirx.Select(L[r, h, s] == negative_infinity(), f32(0.0), f32(1.0)), V[r, h, s, e]), axis=s
-        ),
-        name="acc",
-    )
-    zero = i64(0)
-    F = te.compute(
-        (R, H), lambda r, h: normaliser(acc_m[r, h, zero], acc_l[r, h, zero], sinks[h] * f32(LOG2_E)), name="F"
-    )
-    lse_row = te.compute((R, H), lambda r, h: natural_lse(acc_m[r, h, zero], acc_l[r, h, zero]), name="lse_row")
+    # All states of a row are at hand, so their weights come first: no state is rescaled.
+    s_m, s_t, s_o = (te.reduce_axis((i64(0), P), name) for name in ("s_m", "s_t", "s_o"))
+    M = te.compute((R, H), lambda r, h: te.max(L[r, h, s_m], axis=s_m), name="M")
+    A = te.compute((R, H, P), lambda r, h, s: exp2(L[r, h, s] - finite_or_zero(M[r, h])), name="A")
+    total = te.compute((R, H), lambda r, h: te.sum(A[r, h, s_t], axis=s_t), name="total")
+    acc = te.compute((R, H, Dv), lambda r, h, e: te.sum(A[r, h, s_o] * V[r, h, s_o, e], axis=s_o), name="acc")
+    F = te.compute((R, H), lambda r, h: normaliser(M[r, h], total[r, h], sinks[h] * f32(LOG2_E)), name="F")
+    lse_row = te.compute((R, H), lambda r, h: natural_lse(M[r, h], total[r, h]), name="lse_row")
 
-    func = te.create_prim_func([part_o, part_lse, rows, sinks, out, lse, acc_o, F, lse_row])
+    func = te.create_prim_func([part_o, part_lse, rows, sinks, out, lse, acc, F, lse_row])
 
     def store(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         r, h = axes["r"], axes["h"]
         e = tirx.Var("e", "int64")
         row = buffers["rows"][r, OUT_ROW].astype("int64")
-        value = buffers["acc.v2"][r, h, e] * buffers["F"][r, h]
+        value = buffers["acc"][r, h, e] * buffers["F"][r, h]
         stmt = tirx.SeqStmt(
             [
                 tirx.BufferStore(buffers["lse"], buffers["lse_row"][r, h], [row, h]),
@@ -85,7 +79,7 @@ def merge(workload: Workload) -> tirx.PrimFunc:
             ]
         )
         reads = [
-            region(buffers["acc.v2"], [(r, 1), (h, 1), (0, Dv)]),
+            region(buffers["acc"], [(r, 1), (h, 1), (0, Dv)]),
             region(buffers["F"], [(r, 1), (h, 1)]),
             region(buffers["lse_row"], [(r, 1), (h, 1)]),
             region(buffers["rows"], [(r, 1), (0, ROW_COLUMNS)]),
@@ -93,7 +87,7 @@ def merge(workload: Workload) -> tirx.PrimFunc:
         writes = [region(buffers["out"], [(0, T), (h, 1), (0, Dv)]), region(buffers["lse"], [(0, T), (h, 1)])]
         return stmt, reads, writes
 
-    func = lowering.append_block(func, "store", ("acc.v2", "F", "lse_row"), {"r": R, "h": H}, store)
+    func = lowering.append_block(func, "store", ("acc", "F", "lse_row"), {"r": R, "h": H}, store)
     func = lowering.strided_parameters(func, {"out": True, "lse": False})
     return func.with_attr("global_symbol", workload.operator)
 

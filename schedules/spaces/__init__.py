@@ -1,7 +1,8 @@
 """What each target adds to a definition: the decisions of the search and how they become a schedule.
 
 One file per operator family and target family, `<family>_<target family>.py` (`paged_x86.py`, `paged_amx.py`);
-each has `space(workload, target) -> Space` and may import tvm. This file does not.
+each has `space(workload, target) -> Space` and may import tvm; parts of it may lie in files beside it. This file does
+not.
 """
 
 from __future__ import annotations

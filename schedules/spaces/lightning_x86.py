@@ -23,7 +23,6 @@ from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 CAUSAL = "tilewright.causal"
-LANES = 8  # f32 lanes of a vector register
 
 # Which dimension may be assumed dense: the innermost one of the tensors, none of the index vectors.
 _EXTEND_STRIDES = dict.fromkeys(("q", "k", "v", "out", "state", "state_out"), True) | dict.fromkeys(
@@ -72,7 +71,9 @@ def space(workload: Workload, target: Target) -> Space:
             choices={},
             default={},
             legal=lambda decisions: not decisions,
-            module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, any_dk, any_dv, general)}),
+            module=lambda decisions: tvm.IRModule(
+                {workload.operator: make(workload.dtype, any_dk, any_dv, general, target.lanes)}
+            ),
             plan=lambda decisions: {},
         )
     # Columns are split only into equal parts; a head dim that none of the sizes divides has one part.
@@ -82,31 +83,33 @@ def space(workload: Workload, target: Target) -> Space:
     return Space(
         choices=choices,
         default=default,
-        legal=lambda decisions: legal(decisions, dk, dv),
-        module=lambda decisions: tvm.IRModule({workload.operator: make(workload.dtype, dk, dv, decisions)}),
+        legal=lambda decisions: legal(decisions, dk, dv, target),
+        module=lambda decisions: tvm.IRModule(
+            {workload.operator: make(workload.dtype, dk, dv, decisions, target.lanes)}
+        ),
         plan=lambda decisions: {},
     )
 
 
-def _extend_legal(decisions: Decisions, dk: int, dv: int) -> bool:
+def _extend_legal(decisions: Decisions, dk: int, dv: int, target: Target) -> bool:
     chunk, panel, columns = decisions["chunk"], decisions["panel"], decisions["columns"]
-    vectors = panel // LANES
+    vectors = -(-panel // target.lanes)
     return (
         chunk % panel == 0
         and chunk % decisions["rows"] == 0
         and dk % decisions["state_rows"] == 0
         and (columns % panel == 0 or columns == dv)
         and dk % decisions["unroll"] == 0
-        # Accumulators, one panel of B and a broadcast must fit in 16 registers, or they spill in the inner loop.
-        and all(4 <= decisions[rows] * vectors <= 12 for rows in ("rows", "state_rows"))
+        # Accumulators, one panel of B and a broadcast must fit in the registers, or they spill in the inner loop.
+        and all(4 <= decisions[rows] * vectors <= target.registers - 4 for rows in ("rows", "state_rows"))
     )
 
 
-def _decode_legal(decisions: Decisions, dk: int, dv: int) -> bool:
-    return dk % decisions["rows"] == 0 and (dv % decisions["panel"] == 0 or decisions["panel"] <= LANES)
+def _decode_legal(decisions: Decisions, dk: int, dv: int, target: Target) -> bool:
+    return dk % decisions["rows"] == 0 and (dv % decisions["panel"] == 0 or decisions["panel"] <= target.lanes)
 
 
-def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Decisions) -> tirx.PrimFunc:
+def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Decisions, lanes: int) -> tirx.PrimFunc:
     panel, unroll = decisions["panel"], decisions["unroll"]
     columns = decisions.get("columns")
     func = definition.lightning_extend(
@@ -116,17 +119,17 @@ def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Dec
     block = sch.get_sblock
     full_panels = isinstance(dv, int) and dv % panel == 0
     sch.parallel(sch.fuse(*sch.get_loops(block("sequence"))))
-    _vectorize_split(sch, "decay")
+    _vectorize_split(sch, "decay", lanes)
     p, j, e = sch.get_loops(block("v_gather"))
     sch.reorder(j, p, e)  # row by row, as the tokens lie in memory
     for name in ("load", "store", "v_gather"):
         if full_panels:
             sch.vectorize(sch.get_loops(block(name))[-1])
-    if isinstance(dk, int) and dk % LANES == 0:
+    if isinstance(dk, int) and dk % lanes == 0:
         for name in ("q_gather", "k_gather", "k_decay"):
-            _vectorize_split(sch, name)
+            _vectorize_split(sch, name, lanes)
         p, i, d = sch.get_loops(block("q_turn"))
-        (i, lane), (d, inner) = sch.split(i, [None, LANES]), sch.split(d, [None, LANES])
+        (i, lane), (d, inner) = sch.split(i, [None, lanes]), sch.split(d, [None, lanes])
         sch.reorder(p, i, d, inner, lane)
         sch.unroll(inner)
         sch.vectorize(lane)
@@ -147,8 +150,8 @@ def _extend(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Dec
     return trip_counts(causal_loops(definition.in_place(sch.mod["main"])), below_diagonal)
 
 
-def _vectorize_split(sch: Schedule, name: str) -> None:
-    sch.vectorize(sch.split(sch.get_loops(sch.get_sblock(name))[-1], [None, LANES])[1])
+def _vectorize_split(sch: Schedule, name: str, lanes: int) -> None:
+    sch.vectorize(sch.split(sch.get_loops(sch.get_sblock(name))[-1], [None, lanes])[1])
 
 
 def _tile(
@@ -225,16 +228,16 @@ def _condition_holds(call: Call) -> tirx.Expr:
     return call.args[1] if call.op.name == "prim.if_then_else" else call
 
 
-def _decode(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Decisions) -> tirx.PrimFunc:
+def _decode(dtype: str, dk: definition.Size, dv: definition.Size, decisions: Decisions, lanes: int) -> tirx.PrimFunc:
     panel = decisions["panel"]
     func = definition.lightning_decode(dtype, dk, dv, panel=panel)
     sch = Schedule(strided_parameters(func, _DECODE_STRIDES))
     block = sch.get_sblock
     full_panels = isinstance(dv, int) and dv % panel == 0
     sch.parallel(sch.fuse(*sch.get_loops(block("token"))))
-    if isinstance(dk, int) and dk % LANES == 0:
+    if isinstance(dk, int) and dk % lanes == 0:
         for name in ("q_gather", "k_gather"):
-            _vectorize_split(sch, name)
+            _vectorize_split(sch, name, lanes)
     # One pass over the state: a tile of it is loaded, renewed, stored and multiplied by q while it is in registers.
     d, p, e = sch.get_loops(block("fresh"))
     outer, inner = sch.split(d, [None, decisions["rows"]])

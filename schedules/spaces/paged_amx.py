@@ -1,32 +1,52 @@
-"""Paged attention in bf16 on Intel AMX: how the stages of the definition become loops around tile products.
+"""Paged attention in bf16 on Intel AMX: how the stages of the definition become loops.
 
 Both products of a KV chunk are `tdpbf16ps`. The scores are S^T = K Q^T: gathered key rows are the left operand as they
 lie, Q is laid out in pairs of dimensions once per item. The values are O = P V: the probabilities are rounded to bf16
-and transposed on the way (16 x 32 at a time, by shuffles), gathered value rows are interleaved in pairs. A chunk is a
-two-pass softmax: all its scores, then maximum, probabilities, values; chunks are folded by the monoid.
+and transposed on the way (16 x 32 at a time, by shuffles), value rows are interleaved in pairs as they are gathered.
 
-Tiles have 16 rows, so a decode item has its query row repeated (the definition repeats the last row of an item) up to a
-multiple of the vector length; what the extra rows compute is not stored.
+An item's query rows are walked in blocks whose scores of a chunk stay in the nearest caches. A chunk is a two-pass
+softmax for each block: all its scores, then maximum, probabilities, values; chunks are folded row by row. Where there
+are several blocks, the chunk's keys and values are gathered once for all of them; where there is one (decode), in the
+loops of the products.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tvm
-from tvm import s_tir, tirx
+import tvm_ffi
+from tvm import DataType, s_tir, tirx
+from tvm.ir.expr import TensorLoad, Var
+from tvm.s_tir import SBlock, SBlockRealize
 
 from tilewright.schedules import lowering
 from tilewright.schedules.intrinsics import amx
 from tilewright.schedules.lowering import PREFETCH, TRIP
-from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, paged_x86
+from tilewright.schedules.paged_attention.definition import (
+    KV_BEGIN,
+    KV_LEN,
+    NEW_ROW,
+    PART,
+    POS,
+    PREFIX,
+    Q_LEN,
+    REQUEST,
+    PagedShape,
+    PageTable,
+    paged_attention,
+)
+from tilewright.schedules.softmax_rows import fold_by_row
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
 HALVES = 32  # bf16 in one
-MOST_ROWS = 256
+MOST_GROUP = 64
+VISIBLE = "tilewright.visible"  # on a loop over scores of one tile
+CHAINS = 4  # vectors whose maxima or sums grow side by side: one alone would wait for its own last step
 
 
 def space(workload: Workload, target: Target) -> Space:
@@ -38,65 +58,85 @@ def space(workload: Workload, target: Target) -> Space:
     if not workload.operator.startswith("paged") or workload.dtype != "bf16" or workload.general:
         raise UnsupportedWorkload(f"{workload.name} for {target.name}: tiles serve specialised paged attention in bf16")
     group, (dim, dim_vo) = _group(workload), _dims(workload)
-    if dim % 32 or dim_vo % 16 or group > MOST_ROWS // 8:
+    if dim % 32 or dim_vo % 16 or group > MOST_GROUP:
         raise UnsupportedWorkload(
             f"{workload.name} for {target.name}: tiles take head_dim_qk in multiples of 32, head_dim_vo in "
-            f"multiples of 16, a group of at most {MOST_ROWS // 8}"
+            f"multiples of 16, a group of at most {MOST_GROUP}"
         )
+
+    def plan(n: Decisions) -> dict[str, int]:
+        bounds = {"min_split": n["chunk"]}
+        if "max_split" in n:
+            bounds = {"min_split": min(n["max_split"] or 256, 256), "max_split": n["max_split"]}
+        return {"block_q": _tokens(workload, n), "chunk": n["chunk"], **bounds}
 
     return Space(
         choices=choices(workload),
         default=default(workload),
         legal=lambda decisions: legal(workload, decisions),
         module=lambda decisions: tvm.IRModule({workload.operator: schedule(workload, decisions)}),
-        plan=lambda n: {"block_q": n["block_q"], "chunk": n["chunk"], "min_split": n["chunk"]},
+        plan=plan,
     )
 
 
 def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     """The named decisions and their values.
 
-    block_q: query tokens of an item. chunk: keys per softmax chunk. qk_keys, qk_rows: keys and query rows of one
-    product of scores (and keys gathered at a time). pv_keys, pv_rows, pv_columns: keys, query rows and value columns
-    of one product of values (and value rows gathered and interleaved at a time). prefetch_k, prefetch_v: keys between
-    a row's prefetch and its copy, 0 = none.
+    rows: query rows of an item (its tokens times the group, filled up). block_rows: of them, those whose softmax is
+    done at a time. chunk: keys per softmax chunk. qk_keys, qk_rows: keys and query rows of one product of scores.
+    pv_keys, pv_rows, pv_columns: keys, query rows and value columns of one product of values. prefetch_k, prefetch_v:
+    keys between a row's prefetch and its copy, 0 = none. prefetch_level: the cache it goes to. prefetch_across: while
+    keys are copied, ask for the same chunk's values; while values are, for the next chunk's keys. max_split: see the
+    planner.
     """
-    group = _group(workload)
-    tokens: tuple[int, ...] = (1,)
-    if workload.operator == "paged_extend":
-        tokens = tuple(n for n in (4, 8, 16, 32, 64, 128) if 16 <= n * group <= MOST_ROWS and n * group % 16 == 0)
-    rows = tuple(n for n in (8, 16, 32, 64) if any(_rows(workload, t) % n == 0 for t in tokens))
+    decode = workload.operator == "paged_decode"
+    rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512)
     return {
-        "block_q": tokens,
-        "chunk": (128, 256, 512),
+        "rows": rows,
+        "block_rows": rows if decode else (16, 32, 64, 128),
+        "chunk": (64, 128, 256, 512) if decode else (128, 256, 512),
         "qk_keys": (16, 32, 64),
-        "qk_rows": rows,
-        "pv_keys": (32, 64, 128),
-        "pv_rows": rows,
+        "qk_rows": (16, 32),
+        "pv_keys": (32, 64, 128) if decode else (32, 64, 128, 256),
+        "pv_rows": (16, 32),
         "pv_columns": tuple(n for n in (16, 32, 64) if _dims(workload)[1] % n == 0),
-        "prefetch_k": (0, 16, 32, 64),
-        "prefetch_v": (0, 16, 32, 64),
-    }
+        "prefetch_k": (0, 8, 16, 32, 64),
+        "prefetch_v": (0, 8, 16, 32, 64, 128),
+        "prefetch_level": (1, 2),
+        "prefetch_across": (0, 1),
+    } | ({"max_split": (0, 256, 512, 1024)} if decode else {})
 
 
 def default(workload: Workload) -> dict[str, int]:
-    """The untuned schedule."""
-    tokens = 1
-    if workload.operator == "paged_extend":
-        tokens = next(n for n in choices(workload)["block_q"] if n * _group(workload) >= 48)
-    rows = next(n for n in (32, 16, 8) if _rows(workload, tokens) % n == 0)
-    columns = max(n for n in choices(workload)["pv_columns"] if n <= 32)
-    decode = workload.operator == "paged_decode"
-    return {
-        "block_q": tokens,
-        "chunk": 512 if decode else 256,
-        "qk_keys": 32,
-        "qk_rows": rows,
+    """The untuned schedule: what the searches of the common shapes found, as far as they agree."""
+    common = {
+        "qk_rows": 16,
         "pv_keys": 64,
-        "pv_rows": rows,
-        "pv_columns": columns,
-        "prefetch_k": 32 if decode else 0,
-        "prefetch_v": 32 if decode else 0,
+        "pv_rows": 16,
+        "prefetch_k": 16,
+        "prefetch_level": 2,
+    }
+    if workload.operator == "paged_decode":
+        rows = choices(workload)["rows"][0]
+        latent = _dims(workload)[1] < _dims(workload)[0]  # values that are a part of the keys come with them
+        return common | {
+            "rows": rows,
+            "block_rows": rows,
+            "chunk": 256,
+            "qk_keys": 16,
+            "pv_columns": 32 if latent else 16,
+            "prefetch_v": 16 if latent else 64,
+            "prefetch_across": 0,
+            "max_split": 512 if latent else 0,
+        }
+    return common | {
+        "rows": 256,
+        "block_rows": 32,
+        "chunk": 512,
+        "qk_keys": 32,
+        "pv_columns": 16,
+        "prefetch_v": 8,
+        "prefetch_across": 1,
     }
 
 
@@ -106,8 +146,9 @@ def legal(workload: Workload, decisions: Decisions) -> bool:
     values = choices(workload)
     if set(n) != set(values) or any(n[name] not in values[name] for name in n):
         return False
-    rows = _rows(workload, n["block_q"])
-    if rows % n["qk_rows"] or rows % n["pv_rows"]:
+    if n["rows"] % n["block_rows"] or n["block_rows"] % n["qk_rows"] or n["block_rows"] % n["pv_rows"]:
+        return False
+    if n["chunk"] % max(n["qk_keys"], n["pv_keys"]) or _tokens(workload, n) < 1:
         return False
     return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
 
@@ -115,12 +156,12 @@ def legal(workload: Workload, decisions: Decisions) -> bool:
 def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     """The kernel for `decisions`."""
     n = decisions
-    rows = _rows(workload, n["block_q"])
+    rows, block_rows = n["rows"], n["block_rows"]
     dim, dim_vo = _dims(workload)
-    lanes = LANES if rows % LANES == 0 else LANES // 2
+    one_block = rows == block_rows
     # Every stage visits the same tiles of keys, as many as the item has: what lies behind them is never written.
     tile_keys = max(n["qk_keys"], n["pv_keys"])
-    shape = _shape(workload, n)
+    shape = PagedShape.of(workload, _tokens(workload, n), n["chunk"], rows)
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
     keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
@@ -130,85 +171,286 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     # Operands: the casts belong to the products, the copies get the layouts that tiles want.
     for name in ("Qf", "Kf", "Vf"):
         sch.compute_inline(sch.get_sblock(name))
+    width = n["qk_rows"]
     queries = sch.cache_read(score, 1, "global")
-    sch.transform_layout(queries, ("write", 0), lambda w, h, r, d: (w, h, d // 2, r, d % 2))
+    sch.transform_layout(queries, ("write", 0), lambda w, h, r, d: (w, h, r // width, d // 2, r % width, d % 2))
     probabilities = sch.cache_read(value, 0, "global", consumer_blocks=[value])
     sch.unsafe_set_dtype(probabilities, 0, "bfloat16")
     sch.transform_layout(probabilities, ("write", 0), lambda w, h, c, t, r: (w, h, c, r, t))
     pairs = sch.cache_read(value, 1, "global")
     sch.transform_layout(pairs, ("write", 0), lambda w, h, c, t, e: (w, h, c, t // 2, e, t % 2))
+    partial = {name: _side_by_side(sch, name, tile_keys, block_rows) for name in ("m", "l")}
 
-    items = paged_x86.parallel_items(sch)
-    for name in ("lse_row", "F", "acc"):
+    items = sch.fuse(*sch.get_loops(sch.get_sblock("store")))
+    sch.parallel(items)
+    for name in ("lse_row", "F", "sink", "acc"):
         sch.compute_at(sch.get_sblock(name), items, preserve_unit_loops=True)
     row, column, chunk = sch.get_loops(sch.get_sblock("acc"))[-3:]
-    sch.reorder(chunk, row, column)
+    block, row = sch.split(row, [None, block_rows])
+    sch.reorder(chunk, block, row, column)
 
-    sch.compute_at(value, chunk, preserve_unit_loops=True)
+    sch.compute_at(value, block, preserve_unit_loops=True)
     r, e, t = sch.get_loops(value)[-3:]
     pv_tile, pv_step, t = sch.split(t, [None, tile_keys // n["pv_keys"], n["pv_keys"]])
     e_o, e = sch.split(e, [None, n["pv_columns"]])
     r_o, pv_product = sch.split(r, [None, n["pv_rows"]])
     sch.reorder(pv_tile, pv_step, e_o, r_o, pv_product, e, t)
-    for block in (pairs, values, probabilities):
-        sch.compute_at(block, pv_step, preserve_unit_loops=True)
-    for name in ("l", "P", "m", "X"):
-        sch.compute_at(sch.get_sblock(name), chunk, preserve_unit_loops=True)
+    sch.compute_at(probabilities, pv_step, preserve_unit_loops=True)
+    sch.compute_at(pairs, pv_step if one_block else chunk, preserve_unit_loops=True)
+    for stage in (sch.get_sblock("l"), partial["l"], sch.get_sblock("P"), sch.get_sblock("m"), partial["m"]):
+        sch.compute_at(stage, block, preserve_unit_loops=True)
+    sch.compute_at(sch.get_sblock("X"), block, preserve_unit_loops=True)
 
     x_key = sch.get_loops(sch.get_sblock("X"))[-2]
-    qk_tile, qk_step, _ = sch.split(x_key, [None, tile_keys // n["qk_keys"], n["qk_keys"]])
+    qk_tile, qk_step, x_key = sch.split(x_key, [None, tile_keys // n["qk_keys"], n["qk_keys"]])
+    sch.annotate(x_key, VISIBLE, 1)
     sch.compute_at(score, qk_step, preserve_unit_loops=True)
-    sch.compute_at(keys, qk_step, preserve_unit_loops=True)
-    for block in (*(sch.get_sblock(name) for name in ("bound_lo", "bound_hi")), queries, sch.get_sblock("Qg")):
-        sch.compute_at(block, items, preserve_unit_loops=True)
+    sch.compute_at(keys, qk_step if one_block else chunk, preserve_unit_loops=True)
+    for stage in (*(sch.get_sblock(name) for name in ("bound_lo", "bound_hi")), queries, sch.get_sblock("Qg")):
+        sch.compute_at(stage, items, preserve_unit_loops=True)
     qk_product, r, d = sch.get_loops(score)[-3:]
     r_o, r = sch.split(r, [None, n["qk_rows"]])
     sch.reorder(r_o, qk_product, r, d)
 
     p_key = sch.get_loops(sch.get_sblock("P"))[-2]
-    for block, distance in ((keys, n["prefetch_k"]), (values, n["prefetch_v"])):
-        sch.annotate(sch.get_loops(block)[-2], PREFETCH, distance)
+    tiles = [qk_tile, pv_tile, sch.split(p_key, [None, tile_keys])[0]]
+    key, pair = sch.get_loops(keys)[-2], sch.get_loops(pairs)[-2]
+    if not one_block:
+        tile, key = sch.split(key, [None, tile_keys])
+        tiles.append(tile)
+        tile, pair = sch.split(pair, [None, tile_keys])
+        tiles.append(tile)
+    pair, two = sch.split(pair, [None, 2])
+    sch.compute_at(values, pair, preserve_unit_loops=True)
+    sch.annotate(key, PREFETCH, 1)
+    sch.annotate(pair, PREFETCH, 1)
+
     _vectorize(sch, HALVES, keys, sch.get_sblock("Qg"))
     _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
-    _vectorize(sch, lanes, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi")))
-    _vectorize(sch, LANES, sch.get_sblock("acc"))
-    tiles = [qk_tile, pv_tile, sch.split(p_key, [None, tile_keys])[0]]
-    for name in ("m", "l"):
-        r, t = sch.get_loops(sch.get_sblock(name))[-2:]
-        tile, t = sch.split(t, [None, tile_keys])
-        r_o, r = sch.split(r, [None, lanes])
-        sch.reorder(tile, r_o, t, r)
-        sch.vectorize(r)
-        _vectorize(sch, lanes, sch.decompose_reduction(sch.get_sblock(name), tile))
+    sch.unroll(sch.get_loops(values)[-3])
+    _vectorize(sch, LANES, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi", "F", "lse_row")))
+    for name, chains in partial.items():
+        chain, *outer, r, tile, t = sch.get_loops(chains)[-7:]
+        vectors, lane = sch.split(r, [None, LANES])
+        sch.reorder(*outer, tile, t, chain, vectors, lane)
+        for unrolled in (chain, vectors):
+            sch.unroll(unrolled)
+        sch.vectorize(lane)
+        _vectorize(sch, LANES, sch.decompose_reduction(chains, tile))
         tiles.append(tile)
+        joined = sch.get_sblock(name)
+        _vectorize(sch, LANES, joined)
+        _vectorize(sch, LANES, sch.decompose_reduction(joined, sch.get_loops(joined)[-6]))
 
-    t, _ = sch.get_loops(pairs)[-2:]
-    sch.tensorize(sch.split(t, [None, 2])[1], amx.interleave_rows(dim_vo))
-    t, r = sch.get_loops(probabilities)[-2:]
-    q_r, d = sch.get_loops(queries)[-2:]
-    if rows % amx.TILE_ROWS == 0:
-        _tensorize(sch, t, HALVES, r, amx.TILE_ROWS, amx.transpose_to_bf16())
-        _tensorize(sch, q_r, amx.TILE_ROWS, d, HALVES, amx.interleave_columns())
-    else:
-        sch.reorder(r, t)
-        _vectorize(sch, LANES, probabilities)
-        _vectorize(sch, 2, queries)
+    sch.tensorize(two, amx.interleave_rows(dim_vo))
+    _tensorize(sch, probabilities, (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
+    _tensorize(sch, queries, (amx.TILE_ROWS, HALVES), amx.interleave_columns())
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
     sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
-    _vectorize(sch, LANES, sch.decompose_reduction(value, pv_tile))
+    init = sch.decompose_reduction(value, pv_tile)
+    sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
     sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
+    _vectorize(sch, LANES, sch.get_sblock("acc"))
     _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
     sch.annotate(chunk, TRIP, "chunks")
+    sch.annotate(block, TRIP, "rows")
     for tile in tiles:
-        sch.annotate(tile, TRIP, f"keys:{tile_keys}")
-    return paged_x86.finish(lowering.prefetch_rows(sch.mod["main"]), shape)
+        sch.annotate(tile, TRIP, "keys")
+    return _finish(sch.mod["main"], workload, shape, n)
 
 
-def _shape(workload: Workload, decisions: Decisions) -> PagedShape:
-    tokens = _rows(workload, decisions["block_q"]) // _group(workload)
-    return PagedShape.of(workload, tokens, decisions["chunk"])
+def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
+    """The passes after scheduling: fold by row, masks, prefetches, each item's own numbers of chunks, rows and keys."""
+    n = decisions
+    func = lowering.in_place(fold_by_row(func, lanes=LANES), "X", "P")
+    buffers = {p.name: p for p in func.params}
+    items = buffers["items"]
+    chunk_keys, block_rows, tile_keys = (
+        tirx.const(size, "int64") for size in (n["chunk"], n["block_rows"], max(n["qk_keys"], n["pv_keys"]))
+    )
+    group = tirx.const(_group(workload), "int64")
+    table = PageTable(
+        items,
+        buffers["req_to_token"],
+        buffers["req_pool_indices"],
+        buffers["kv_start"],
+        buffers["window"],
+        chunk_keys,
+    )
+
+    def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
+        w = tirx.floordiv(loops[0].loop_var, shape.num_kv_heads)
+
+        def item(column: int) -> tirx.Expr:
+            return items[w, column].astype("int64")
+
+        if kind == "rows":
+            return tirx.floordiv(item(Q_LEN) * group + (block_rows - 1), block_rows)
+        keys = item(KV_LEN) - table.skipped_chunks(w) * chunk_keys
+        if kind == "chunks":
+            return tirx.floordiv(tirx.max(keys, 0) + (chunk_keys - 1), chunk_keys)
+        kinds = {str(dict(loop.annotations).get(TRIP)): loop.loop_var for loop in loops}
+        keys = keys - kinds["chunks"] * chunk_keys
+        if "rows" in kinds and n["rows"] != n["block_rows"]:
+            # What the last token of the block sees, of the chunk's keys.
+            token = tirx.floordiv(kinds["rows"] * block_rows + (block_rows - 1), group)
+            last = item(POS) + token + buffers["lookahead"].astype("int64") - item(KV_BEGIN)
+            keys = tirx.min(keys, last + 1 - table.offset(w, kinds["chunks"], tirx.const(0, "int64")))
+        return tirx.max(tirx.floordiv(keys + (tile_keys - 1), tile_keys), 0)
+
+    func = tvm_ffi.structural_mutate(
+        func, (tirx.For, lambda loop, mutator: _masked_where_needed(loop, mutator, buffers, table, workload))
+    )
+    func = lowering.prefetches(func, lambda _, loops: _ask_ahead(buffers, table, workload, n, loops))
+    return _bind_item(lowering.trip_counts(func, count, exact=("chunks",)), buffers, shape)
+
+
+def _bind_item(func: tirx.PrimFunc, buffers: dict[str, Any], shape: PagedShape) -> tirx.PrimFunc:
+    """Read an item's columns, table row and start once: LLVM cannot know that no store of the kernel changes them."""
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.Stmt:
+        if loop.kind != tirx.ForKind.PARALLEL:
+            return mutator.default_mutate(loop)
+        w = tirx.floordiv(loop.loop_var, shape.num_kv_heads)
+        binds: list[tirx.Stmt] = []
+
+        def bind(name: str, value: tirx.Expr) -> Var:
+            binds.append(tirx.Bind(tirx.Var(name, "int32"), value))
+            return binds[-1].var
+
+        load = lambda name, *indices: tirx.BufferLoad(buffers[name], list(indices))  # noqa: E731
+        columns = [bind(f"item_{n}", load("items", w, tirx.const(n, "int64"))) for n in range(PART + 1)]
+        request = columns[REQUEST].astype("int64")
+        whole = {name: bind(name, load(name, request)) for name in ("req_pool_indices", "kv_start")}
+
+        def bound(access: TensorLoad) -> tirx.Expr:
+            name = access.source.name
+            if name == "items":
+                return columns[int(access.indices[1])]
+            return whole.get(name, access)
+
+        return tirx.For(
+            loop.loop_var, loop.min, loop.extent, loop.kind,
+            tirx.SeqStmt([*binds, tvm_ffi.structural_map(loop.body, (TensorLoad, bound))]),
+            loop.thread_binding, loop.annotations,
+        )  # fmt: skip
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def _masked_where_needed(
+    loop: tirx.For,
+    mutator: tvm_ffi.StructuralMutator,
+    buffers: dict[str, Any],
+    table: PageTable,
+    workload: Workload,
+) -> tirx.Stmt:
+    """Leave the masks out for a tile that every row sees whole, where there is no cap either."""
+    if VISIBLE not in dict(loop.annotations):
+        return mutator.default_mutate(loop)
+    loop = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, {})
+    at, block, loops = _first_point(loop)
+    keys, rows = int(loops[0].extent), math.prod(int(inner.extent) for inner in loops[1:])
+    items, w, r = table.items, at["v_w"], at["v_r"]
+    group = tirx.const(_group(workload), "int64")
+    token = lambda row: tirx.floordiv(row, group).astype("int32")  # noqa: E731
+    first = items[w, KV_BEGIN] + table.offset(w, at["v_c"], at["v_t"]).astype("int32")
+    last_seen = tirx.min(items[w, POS] + token(r) + buffers["lookahead"], items[w, KV_BEGIN] + items[w, KV_LEN] - 1)
+    whole = tirx.And(
+        tirx.And(first > items[w, POS] + token(r + (rows - 1)) - table.window, first + (keys - 1) <= last_seen),
+        buffers["cap_log2"] <= 0.0,
+    )
+    store = block.body
+    scores = next(part.source for part in block.reads if part.source.name == "S")
+    scaled = tirx.BufferLoad(scores, store.indices) * buffers["scale_log2"]
+    reads = [part for part in block.reads if part.source.same_as(scores)]
+    plain = SBlock(
+        block.iter_vars, reads, block.writes, "X_whole", tirx.BufferStore(store.buffer, scaled, store.indices)
+    )
+    # Both ways define loop variables and axes, which a function may do once.
+    defined = [*(axis.var for axis in block.iter_vars), *(inner.loop_var for inner in loops)]
+    renamed = {var: tirx.Var(var.name, str(var.ty.dtype)) for var in defined}
+    unmasked = tvm_ffi.structural_map(loop, (SBlock, lambda _: plain))
+    unmasked = tvm_ffi.structural_map(unmasked, (Var, lambda var: renamed.get(var, var)))
+    return tirx.IfThenElse(whole, unmasked, loop)
+
+
+def _first_point(stmt: tirx.Stmt) -> tuple[dict[str, tirx.Expr], SBlock, list[tirx.For]]:
+    """The first block in some loops, those loops, and the values of its axes in their first iteration."""
+    loops = []
+    while not isinstance(stmt, SBlockRealize):
+        if isinstance(stmt, tirx.SeqStmt):
+            stmt = stmt[0]
+        else:
+            loops.append(stmt)
+            stmt = stmt.body
+    start = {loop.loop_var: tirx.const(0, "int64") for loop in loops}
+    axes = zip(stmt.block.iter_vars, stmt.iter_values, strict=True)
+    return {axis.var.name: lowering.substitute(value, start) for axis, value in axes}, stmt.block, loops
+
+
+def _ask_ahead(
+    buffers: dict[str, Any], table: PageTable, workload: Workload, decisions: Decisions, loops: list[tirx.For]
+) -> tirx.Stmt:
+    """The prefetches of one iteration of a copy of keys or values."""
+    n = decisions
+    at, block, _ = _first_point(loops[-1].body)
+    w, h, c, t = (at[f"v_{axis}"] for axis in "whct")
+    keys = block.name_hint == "Kg"
+
+    def row(source: str, offset: tirx.Expr) -> tirx.Stmt:
+        position = table.position(w, offset)
+        buffer = buffers[f"{source}_buffer"]
+        lines = _lines(buffer, table.slot(w, position), h, n["prefetch_level"])
+        if workload.operator == "paged_decode":
+            return lines
+        fresh = position + table.items[w, NEW_ROW].astype("int64")
+        return tirx.IfThenElse(
+            position < table.items[w, PREFIX].astype("int64"),
+            lines,
+            _lines(buffers[f"{source}_new"], fresh, h, n["prefetch_level"]),
+        )
+
+    hints = []
+    for more in range(1 if keys else 2):
+        here = table.offset(w, c, t + more)
+        if distance := n["prefetch_k" if keys else "prefetch_v"]:
+            hints.append(row("k" if keys else "v", here + distance))
+        if n["prefetch_across"]:
+            hints.append(row("v", here) if keys else row("k", here + table.chunk))
+    return _sequence(hints)
+
+
+def _lines(buffer: Any, row: tirx.Expr, head: tirx.Expr, level: int) -> tirx.Stmt:
+    per_line = lowering.CACHE_LINE // DataType(buffer.dtype).itemsize
+    columns = range(0, int(buffer.shape[-1]), per_line)
+    return _sequence([lowering.prefetch_line(buffer, [row, head, tirx.const(x, "int64")], level) for x in columns])
+
+
+def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
+    """All of them, be they none or one (TVM wants at least two in a SeqStmt)."""
+    if len(statements) < 2:
+        return statements[0] if statements else tirx.Evaluate(0)
+    return tirx.SeqStmt(statements)
+
+
+def _side_by_side(sch: s_tir.Schedule, name: str, tile_keys: int, block_rows: int) -> Any:
+    """Reduce over keys in chains (one, if a block has rows enough) that are joined at the end; the chains' block."""
+    chains = max(1, CHAINS * LANES // block_rows)
+    key = sch.get_loops(sch.get_sblock(name))[-1]
+    _, _, chain = sch.split(key, [None, tile_keys // chains, chains])
+    return sch.rfactor(chain, 3)
+
+
+def _filled(group: int) -> int:
+    return -(-group // amx.TILE_ROWS) * amx.TILE_ROWS
+
+
+def _tokens(workload: Workload, decisions: Decisions) -> int:
+    """Most query tokens of an item."""
+    return 1 if workload.operator == "paged_decode" else decisions["rows"] // _group(workload)
 
 
 def _group(workload: Workload) -> int:
@@ -221,19 +463,11 @@ def _dims(workload: Workload) -> tuple[int, int]:
     return workload.head_dim_qk, workload.head_dim_vo
 
 
-def _rows(workload: Workload, block_q: int) -> int:
-    """Query rows of an item: its tokens times the group, up to whole vectors (8 lanes) and at least one tile."""
-    group = _group(workload)
-    tokens = block_q
-    while tokens * group % 8 or tokens * group < amx.TILE_ROWS:
-        tokens += 1
-    return tokens * group
-
-
-def _tensorize(sch: s_tir.Schedule, outer: Any, outer_size: int, inner: Any, inner_size: int, intrinsic: str) -> None:
-    """Replace blocks of outer_size x inner_size iterations of a copy's last two loops."""
-    outer_o, outer_i = sch.split(outer, [None, outer_size])
-    inner_o, inner_i = sch.split(inner, [None, inner_size])
+def _tensorize(sch: s_tir.Schedule, copy: Any, sizes: tuple[int, int], intrinsic: str) -> None:
+    """Replace blocks of sizes[0] x sizes[1] iterations of a copy's last two loops."""
+    outer, inner = sch.get_loops(copy)[-2:]
+    outer_o, outer_i = sch.split(outer, [None, sizes[0]])
+    inner_o, inner_i = sch.split(inner, [None, sizes[1]])
     sch.reorder(outer_o, inner_o, outer_i, inner_i)
     sch.tensorize(outer_i, intrinsic)
 

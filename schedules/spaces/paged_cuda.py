@@ -15,9 +15,9 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "merge": cuda_states.merge,
     "write_kv": cuda_states.write_kv,
 }
-_WARPS = 12  # that a multiprocessor has registers for, at up to 168 a thread
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
+_BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
 
@@ -83,8 +83,11 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
 
 
 def _resident(target: Target, warps: int, ring: int) -> int:
-    """Thread blocks of decode that a multiprocessor has shared memory and registers for."""
-    return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _WARPS // warps), 1)
+    """Thread blocks of decode for each multiprocessor: enough to keep the memory busy, where it has room for them.
+
+    More would fit, but each would only be slower, and the planner would cut contexts finer for them.
+    """
+    return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _BUSY_WARPS // warps), 1)
 
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:

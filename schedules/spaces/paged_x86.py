@@ -9,172 +9,183 @@ per (key, row), keys and values are converted on the way and never copied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tvm
-from tvm import DataType, s_tir, tirx
+from tvm import s_tir, tirx
 
-from tilewright.schedules import lowering, softmax_rows
 from tilewright.schedules.intrinsics.x86 import sums_of_lanes
 from tilewright.schedules.lowering import PREFETCH, TRIP
-from tilewright.schedules.paged_attention import states
-from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable, paged_attention
+from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
+from tilewright.schedules.spaces.paged_x86_fixed import schedule_general, schedule_merge, schedule_write
+from tilewright.schedules.spaces.paged_x86_loops import BUFFER, block, decompose, finish, parallel_items, vectorize_last
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
-BUFFER = "tilewright.prefetch_buffer"
-LANES = 8  # f32 lanes of a 256-bit register
 
-
-def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, int], target: Target) -> tirx.PrimFunc:
     """The register-tiled extend kernel (see the module's text)."""
-    n = decisions
+    n, lanes = decisions, target.lanes
     sch = s_tir.Schedule(paged_attention(workload, shape))
     items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+        sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
 
     # acc: chunk, then a register tile of rows x columns that O fills and the monoid folds in.
-    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
+    row, column, chunk = sch.get_loops(block(sch, "acc"))[-3:]
     row_o, row_i = sch.split(row, [None, n["pv_rows"]])
-    column_o, column_i = sch.split(column, [None, n["pv_vectors"] * LANES])
+    column_o, column_i = sch.split(column, [None, n["pv_vectors"] * lanes])
     sch.reorder(chunk, *((row_o, column_o) if n["pv_rows_outer"] else (column_o, row_o)), row_i, column_i)
     tile = column_o if n["pv_rows_outer"] else row_o
-    sch.compute_at(_block(sch, "O"), tile, preserve_unit_loops=True)
-    sch.set_scope(_block(sch, "O"), 0, "local")
-    o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
+    sch.compute_at(block(sch, "O"), tile, preserve_unit_loops=True)
+    sch.set_scope(block(sch, "O"), 0, "local")
+    o_row, o_column, o_key = sch.get_loops(block(sch, "O"))[-3:]
     o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
     sch.reorder(o_key_o, o_key_i, o_row, o_column)
     for name in ("Vf", "l", "P", "m", "X"):
-        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
-    sch.compute_inline(_block(sch, "Vg"))
+        sch.compute_at(block(sch, name), chunk, preserve_unit_loops=True)
+    sch.compute_inline(block(sch, "Vg"))
 
     # X: a tile of keys (gathered once), register tiles of keys x rows inside.
-    key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
+    key, x_row = sch.get_loops(block(sch, "X"))[-2:]
     key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
-    x_row_o, x_row_i = sch.split(x_row, [None, n["qk_vectors"] * LANES])
+    x_row_o, x_row_i = sch.split(x_row, [None, n["qk_vectors"] * lanes])
     sch.reorder(key_o, x_row_o, key_m, key_i, x_row_i)
-    sch.compute_at(_block(sch, "S"), key_m, preserve_unit_loops=True)
-    sch.set_scope(_block(sch, "S"), 0, "local")
-    s_key, s_row, dim = sch.get_loops(_block(sch, "S"))[-3:]
+    sch.compute_at(block(sch, "S"), key_m, preserve_unit_loops=True)
+    sch.set_scope(block(sch, "S"), 0, "local")
+    s_key, s_row, dim = sch.get_loops(block(sch, "S"))[-3:]
     sch.reorder(dim, s_key, s_row)
-    sch.compute_at(_block(sch, "Kf"), key_o, preserve_unit_loops=True)
-    sch.compute_inline(_block(sch, "Kg"))
+    sch.compute_at(block(sch, "Kf"), key_o, preserve_unit_loops=True)
+    sch.compute_inline(block(sch, "Kg"))
     for name in ("bound_lo", "bound_hi", "Qf"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
-    sch.compute_inline(_block(sch, "Qg"))
-    width = tirx.const(n["qk_vectors"] * LANES, "int64")
+        sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
+    sch.compute_inline(block(sch, "Qg"))
+    width = tirx.const(n["qk_vectors"] * lanes, "int64")
     sch.transform_layout(
-        _block(sch, "Qf"),
+        block(sch, "Qf"),
         ("write", 0),
         lambda w, h, r, d: (w, h, r // width, d, r % width),
         assume_injective_transform=True,
     )
 
-    _vectorize_last(sch, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
+    vectorize_last(sch, lanes, "Kf", "Vf", "P", "X", "bound_lo", "bound_hi")
     sch.unroll(key_i)
-    for unrolled, lanes in ((s_key, s_row), (o_row, o_column), (row_i, column_i)):
+    for unrolled, vector in ((s_key, s_row), (o_row, o_column), (row_i, column_i)):
         sch.unroll(unrolled)
         # One register at a time: LLVM takes vectors of 24 lanes apart into scalars.
-        vectors, lane = sch.split(lanes, [None, LANES])
+        vectors, lane = sch.split(vector, [None, lanes])
         sch.unroll(vectors)
         sch.vectorize(lane)
     # Every stage over the keys of a chunk visits the same tiles: the others hold nothing.
     tiles = [key_o, o_key_o]
-    p_key = sch.get_loops(_block(sch, "P"))[-3]
+    p_key = sch.get_loops(block(sch, "P"))[-3]
     tiles.append(sch.split(p_key, [None, n["key_tile"]])[0])
     for name in ("m", "l"):
-        r, t = sch.get_loops(_block(sch, name))[-2:]
+        r, t = sch.get_loops(block(sch, name))[-2:]
         tile, t = sch.split(t, [None, n["key_tile"]])
-        vectors, lane = sch.split(r, [None, LANES])
+        vectors, lane = sch.split(r, [None, lanes])
         sch.reorder(vectors, tile, t, lane)
         sch.vectorize(lane)
-        _decompose(sch, name, tile)
+        decompose(sch, name, tile)
         tiles.append(tile)
-    _decompose(sch, "S", dim)
-    _decompose(sch, "O", o_key_o)
-    _decompose(sch, "acc", chunk)
+    decompose(sch, "S", dim)
+    decompose(sch, "O", o_key_o)
+    decompose(sch, "acc", chunk)
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
-    return finish(sch.mod["main"], shape)
+    return finish(sch.mod["main"], shape, target.lanes)
 
 
-def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
+def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int], target: Target) -> tirx.PrimFunc:
     """The streaming decode kernel (see the module's text)."""
-    n = decisions
+    n, lanes = decisions, target.lanes
     sch = s_tir.Schedule(paged_attention(workload, shape))
     items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
+        sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
 
-    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
-    sch.reorder(chunk, row, column)
-    sch.compute_at(_block(sch, "O"), chunk, preserve_unit_loops=True)
-    o_row, o_column, o_key = sch.get_loops(_block(sch, "O"))[-3:]
+    pairs = _pairs(workload, target)
+    width = pairs * lanes
+
+    def paired(*index: tirx.Expr) -> tuple[tirx.Expr, ...]:
+        *outer, last = index
+        return *outer, last // width, last % pairs, last % width // pairs
+
+    row, column, chunk = sch.get_loops(block(sch, "acc"))[-3:]
+    column, lane, pair = sch.split(column, [None, lanes, pairs])
+    sch.reorder(chunk, row, column, pair, lane)
+    sch.vectorize(lane)
+    sch.compute_at(block(sch, "O"), chunk, preserve_unit_loops=True)
+    o_row, o_column, o_key = sch.get_loops(block(sch, "O"))[-3:]
     # A tile of value rows stays in the first-level cache while the register tile walks over its columns.
     o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
-    o_column_o, o_column = sch.split(o_column, [None, n["pv_vectors"] * LANES])
-    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_column)
+    vectors = n["pv_vectors"] // pairs
+    o_column_o, o_vector, o_lane, o_pair = sch.split(o_column, [None, vectors, lanes, pairs])
+    sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_vector, o_pair, o_lane)
+    for name, output in (("O", 0), ("acc", 2)):
+        sch.transform_layout(block(sch, name), ("write", output), paired, assume_injective_transform=True)
     for name in ("Vf", "Vg"):
-        sch.compute_inline(_block(sch, name))
+        sch.compute_inline(block(sch, name))
     for name in ("l", "P", "m", "X"):
-        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
+        sch.compute_at(block(sch, name), chunk, preserve_unit_loops=True)
 
-    *_, dim = sch.get_loops(_block(sch, "S"))
-    _, lane = sch.split(dim, [None, LANES])
+    *_, dim = sch.get_loops(block(sch, "S"))
+    _, lane, _ = sch.split(dim, [None, lanes, pairs])
     partial = sch.rfactor(lane, 5)
-    key, x_row = sch.get_loops(_block(sch, "X"))[-2:]
+    key, x_row = sch.get_loops(block(sch, "X"))[-2:]
     key_o, key_m, key_i = sch.split(key, [None, n["key_tile"] // n["qk_keys"], n["qk_keys"]])
-    sch.compute_at(_block(sch, "S"), key_m, preserve_unit_loops=True)
-    sch.set_scope(_block(sch, "S"), 0, "local")
+    sch.compute_at(block(sch, "S"), key_m, preserve_unit_loops=True)
+    sch.set_scope(block(sch, "S"), 0, "local")
     sch.compute_at(partial, key_m, preserve_unit_loops=True)
     sch.set_scope(partial, 0, "local")
-    s_lane, _, _, _, s_key, s_row, dim = sch.get_loops(partial)[-7:]
-    sch.reorder(dim, s_key, s_row, s_lane)
+    s_lane, _, _, _, s_key, s_row, dim, s_pair = sch.get_loops(partial)[-8:]
+    sch.reorder(dim, s_pair, s_key, s_row, s_lane)
     for name in ("Kf", "Kg"):
-        sch.compute_inline(_block(sch, name))
-    sch.compute_at(_block(sch, "slot"), chunk, preserve_unit_loops=True)
+        sch.compute_inline(block(sch, name))
+    sch.compute_at(block(sch, "slot"), chunk, preserve_unit_loops=True)
     for name in ("bound_lo", "bound_hi", "Qf"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
-    sch.compute_inline(_block(sch, "Qg"))
+        sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
+    sch.compute_inline(block(sch, "Qg"))
+    sch.transform_layout(block(sch, "Qf"), ("write", 0), paired, assume_injective_transform=True)
 
-    _vectorize_last(sch, "Qf")
-    for loop in (s_key, s_row, o_row, key_i):
+    q_dim, q_lane, q_pair = sch.split(sch.get_loops(block(sch, "Qf"))[-1], [None, lanes, pairs])
+    sch.reorder(q_dim, q_pair, q_lane)
+    sch.vectorize(q_lane)
+    sch.unroll(sch.split(o_key_i, [None, n["pv_unroll"]])[1])
+    for loop in (s_pair, s_key, s_row, o_row, o_vector, o_pair, key_i):
         sch.unroll(loop)
-    for loop in (s_lane, o_column):
+    for loop in (s_lane, o_lane):
         sch.vectorize(loop)
-    _vectorize_last(sch, "acc")
-    sum_lane, *units, sum_key, sum_row = sch.get_loops(_block(sch, "S"))[-6:]
+    sum_lane, *units, sum_key, sum_row = sch.get_loops(block(sch, "S"))[-6:]
     sch.reorder(*units, sum_key, sum_row, sum_lane)
-    intrinsic = sums_of_lanes(int(sch.get(sum_key).extent), int(sch.get(sum_row).extent))
+    intrinsic = sums_of_lanes(int(sch.get(sum_key).extent), int(sch.get(sum_row).extent), lanes)
     for loop in (sum_key, sum_row, sum_lane) if intrinsic is None else ():
         sch.unroll(loop)
     rows = workload.group or 1
     # Few rows are one short vector; LLVM takes vectors whose lanes are no power of two apart.
     short = sch.vectorize if rows in (2, 4, 8, 16) else sch.unroll
     short(x_row)
-    tiles = [key_o, o_key_o, sch.split(sch.get_loops(_block(sch, "slot"))[-1], [None, n["key_tile"]])[0]]
-    p_key, p_row = sch.get_loops(_block(sch, "P"))[-2:]
+    tiles = [key_o, o_key_o, sch.split(sch.get_loops(block(sch, "slot"))[-1], [None, n["key_tile"]])[0]]
+    p_key, p_row = sch.get_loops(block(sch, "P"))[-2:]
     tile, p_key = sch.split(p_key, [None, n["key_tile"]])
     tiles.append(tile)
-    if rows == 1:
-        sch.vectorize(sch.split(p_key, [None, LANES])[1])
+    if lanes % rows == 0:  # the rows of several keys fill a vector
+        sch.vectorize(sch.fuse(sch.split(p_key, [None, lanes // rows])[1], p_row))
     else:
         short(p_row)
     for name in ("m", "l"):
-        r, t = sch.get_loops(_block(sch, name))[-2:]
+        r, t = sch.get_loops(block(sch, name))[-2:]
         tile, t = sch.split(t, [None, n["key_tile"]])
         sch.reorder(tile, t, r)
         short(r)
-        sch.decompose_reduction(_block(sch, name), tile)
+        sch.decompose_reduction(block(sch, name), tile)
         tiles.append(tile)
     sch.decompose_reduction(partial, dim)
     if intrinsic is not None:
         sch.tensorize(sum_key, intrinsic)
-    _decompose(sch, "O", o_key_o)
-    _decompose(sch, "acc", chunk)
+    decompose(sch, "O", o_key_o)
+    decompose(sch, "acc", chunk)
     sch.annotate(chunk, TRIP, "chunks")
     for tile in tiles:
         sch.annotate(tile, TRIP, f"keys:{n['key_tile']}")
@@ -182,82 +193,11 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for walk, buffer, distance in ((key_m, "k_buffer", n["prefetch_k"]), (o_column_o, "v_buffer", n["prefetch_v"])):
         sch.annotate(walk, PREFETCH, distance)
         sch.annotate(walk, BUFFER, buffer)
-    return finish(sch.mod["main"], shape)
-
-
-def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str, int]) -> tirx.PrimFunc:
-    """Any head dims and group: loops whose innermost dimension is dense, left to LLVM's vectoriser."""
-    sch = s_tir.Schedule(paged_attention(workload, shape))
-    items = parallel_items(sch)
-    if workload.operator == "paged_decode":
-        sch.compute_inline(_block(sch, "slot"))
-    for name in ("lse_row", "F", "acc"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
-    row, column, chunk = sch.get_loops(_block(sch, "acc"))[-3:]
-    sch.reorder(chunk, row, column)
-    for name in ("O", "Vf", "l", "P", "m", "X", "S", "Kf"):
-        sch.compute_at(_block(sch, name), chunk, preserve_unit_loops=True)
-    for name in ("bound_lo", "bound_hi", "Qf"):
-        sch.compute_at(_block(sch, name), items, preserve_unit_loops=True)
-    for name in ("Vg", "Kg", "Qg"):
-        sch.compute_inline(_block(sch, name))
-    # Query rows are the vector dimension of the first product, value columns of the second.
-    sch.transform_layout(
-        _block(sch, "Qf"), ("write", 0), lambda w, h, r, d: (w, h, d, r), assume_injective_transform=True
-    )
-    # Every stage visits the same tiles of keys; reductions get their innermost loop over what is dense in memory.
-    tile = decisions["key_tile"]
-    axes_of = {"S": "key row dim", "m": "row key", "l": "row key", "O": "row column key"}
-    inner_of = {"S": "key dim row", "m": "key row", "l": "key row", "O": "key row column"}
-    for name in ("Kf", "Vf", "S", "X", "m", "P", "l", "O"):
-        axes = axes_of.get(name, "key other").split()
-        loops = dict(zip(axes, sch.get_loops(_block(sch, name))[-len(axes) :], strict=True))
-        outer, loops["key"] = sch.split(loops["key"], [None, tile])
-        if name in inner_of:
-            sch.reorder(outer, *(loops[axis] for axis in inner_of[name].split()))
-            sch.decompose_reduction(_block(sch, name), outer)
-        sch.annotate(outer, TRIP, f"keys:{tile}")
-    sch.decompose_reduction(_block(sch, "acc"), chunk)
-    sch.annotate(chunk, TRIP, "chunks")
-    return finish(sch.mod["main"], shape)
-
-
-def schedule_merge(workload: Workload) -> tirx.PrimFunc:
-    """Parallel over rows and heads; a row's own number of states."""
-    sch = s_tir.Schedule(states.merge(workload))
-    r, h = sch.get_loops(_block(sch, "store"))
-    fused = sch.fuse(r, h)
-    sch.parallel(fused)
-    for name in ("lse_row", "F", "acc"):
-        sch.compute_at(_block(sch, name), fused, preserve_unit_loops=True)
-    column, state = sch.get_loops(_block(sch, "acc"))[-2:]
-    sch.reorder(state, column)
-    sch.compute_at(_block(sch, "V"), state, preserve_unit_loops=True)
-    sch.compute_at(_block(sch, "L"), state, preserve_unit_loops=True)
-    sch.decompose_reduction(_block(sch, "acc"), state)
-    sch.annotate(state, TRIP, "states")
-    func = lowering.inline_reducer_bindings(sch.mod["main"])
-    buffers = {p.name: p for p in func.params}
-    heads = buffers["sinks"].shape[0]
-
-    def count(_: str, loops: list[tirx.For]) -> tirx.Expr:
-        return buffers["rows"][tirx.floordiv(loops[0].loop_var, heads), states.COUNT].astype("int64")
-
-    return lowering.trip_counts(func, count, exact=("states",))
-
-
-def schedule_write(workload: Workload) -> tirx.PrimFunc:
-    """Parallel over heads, tokens in order: of several rows for one slot the last is whole, never a mixture."""
-    sch = s_tir.Schedule(states.write_kv(workload))
-    token, head = sch.get_loops(_block(sch, "store"))
-    sch.reorder(head, token)
-    sch.parallel(head)
-    return sch.mod["main"]
+    return finish(sch.mod["main"], shape, target.lanes)
 
 
 def space(workload: Workload, target: Target) -> Space:
-    """The space of a paged operator for 256-bit vectors (see spaces.get_space)."""
-    del target
+    """The space of a paged operator for vectors (see spaces.get_space)."""
     if workload.operator == "merge":
         return _fixed(lambda: schedule_merge(workload), workload.operator)
     if workload.operator == "write_kv":
@@ -265,7 +205,7 @@ def space(workload: Workload, target: Target) -> Space:
     decode = workload.operator == "paged_decode"
 
     def shaped(build: Callable[..., tirx.PrimFunc]) -> Callable[[Decisions], tirx.PrimFunc]:
-        return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n))
+        return lambda n: build(workload, PagedShape.of(workload, n["block_q"], n["chunk"]), dict(n), target)
 
     def plan(n: Decisions) -> dict[str, int]:
         return {
@@ -279,41 +219,49 @@ def space(workload: Workload, target: Target) -> Space:
         choices: Choices = {"block_q": (1,) if decode else (8,), "chunk": (128,), "key_tile": (16,)}
         return _space(workload, choices, {}, lambda _: True, shaped(schedule_general), plan)
     if decode:
-        return _space(workload, *_decode_decisions(workload), shaped(schedule_decode), plan)
-    return _space(workload, *_extend_decisions(workload), shaped(schedule_extend), plan)
+        return _space(workload, *_decode_decisions(workload, target), shaped(schedule_decode), plan)
+    return _space(workload, *_extend_decisions(workload, target), shaped(schedule_extend), plan)
 
 
 Choices = dict[str, tuple[int, ...]]
 
 
-def _decode_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
-    vectors = _divisor_vectors(workload.head_dim_vo)
+def _decode_decisions(
+    workload: Workload, target: Target
+) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+    pairs = _pairs(workload, target)
+    vectors = tuple(v for v in _divisor_vectors(workload.head_dim_vo, target.lanes) if v % pairs == 0)
     choices = {
         "block_q": (1,),
         "chunk": (64, 128, 256, 512),
         "key_tile": (16, 32, 64),
         "qk_keys": (1, 2, 4),
         "pv_vectors": vectors,
-        "prefetch_k": (0, 16, 32, 64),
-        "prefetch_v": (0, 16, 32, 64),
+        "prefetch_k": (0, 8, 16, 32, 64),
+        "prefetch_v": (0, 8, 16, 32, 64),
+        "pv_unroll": (1, 2),
         "max_split": (0, 512, 1024),
     }
     default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0]}
     rows = workload.group or 1
 
     def legal(n: Decisions) -> bool:
-        # Accumulators that do not fit the sixteen registers are spilled in the innermost loop.
+        # Accumulators that do not fit the registers are spilled in the innermost loop.
         registers = max(n["qk_keys"] * rows, n["pv_vectors"] * rows)
-        return n["chunk"] % n["key_tile"] == 0 and (registers <= 14 or (n["qk_keys"] == 1 and n["pv_vectors"] == 1))
+        return n["chunk"] % n["key_tile"] == 0 and (
+            registers <= target.registers - 2 or (n["qk_keys"] == 1 and n["pv_vectors"] == pairs)
+        )
 
     return choices, default, legal
 
 
-def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
+def _extend_decisions(
+    workload: Workload, target: Target
+) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
     rows = workload.group or 1
     # Rows a block: common multiples of the register tiles below.
     blocks = tuple(m // rows for m in (48, 96, 144, 192, 288, 384) if m % rows == 0)
-    vectors = _divisor_vectors(workload.head_dim_vo)
+    vectors = _divisor_vectors(workload.head_dim_vo, target.lanes)
     choices = {
         "block_q": blocks,
         "chunk": (64, 128, 256, 512),
@@ -336,21 +284,34 @@ def _extend_decisions(workload: Workload) -> tuple[Choices, dict[str, int], Call
 
     def legal(n: Decisions) -> bool:
         m = n["block_q"] * rows
-        fits = n["qk_keys"] * n["qk_vectors"] <= 12 and n["pv_rows"] * n["pv_vectors"] <= 12
+        most = target.registers - 4
+        fits = n["qk_keys"] * n["qk_vectors"] <= most and n["pv_rows"] * n["pv_vectors"] <= most
         return (
-            fits and m % n["pv_rows"] == 0 and m % (n["qk_vectors"] * LANES) == 0 and n["key_tile"] % n["qk_keys"] == 0
+            fits
+            and m % n["pv_rows"] == 0
+            and m % (n["qk_vectors"] * target.lanes) == 0
+            and n["key_tile"] % n["qk_keys"] == 0
         )
 
     return choices, default, legal
 
 
-def _divisor_vectors(columns: int | None) -> tuple[int, ...]:
+def _pairs(workload: Workload, target: Target) -> int:
+    """Into how many vectors decode sorts the elements of a row: i, i + pairs, i + 2 pairs ... lie in one."""
+    # bf16 becomes f32 by a shift of the even elements and a mask of the odd ones.
+    even = all(
+        dim is not None and dim % (2 * target.lanes) == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo)
+    )
+    return 2 if workload.dtype == "bf16" and even else 1
+
+
+def _divisor_vectors(columns: int | None, lanes: int) -> tuple[int, ...]:
     """Vectors a register tile may span along `columns`."""
-    if columns is None or columns % LANES:
+    if columns is None or columns % lanes:
         raise UnsupportedWorkload(
-            f"head dims: got {columns}, vector kernels take multiples of {LANES}; build the general module"
+            f"head dims: got {columns}, vector kernels take multiples of {lanes}; build the general module"
         )
-    return tuple(v for v in (1, 2, 3, 4) if columns % (v * LANES) == 0)
+    return tuple(v for v in (1, 2, 3, 4) if columns % (v * lanes) == 0)
 
 
 def _space(
@@ -372,81 +333,3 @@ def _space(
 
 def _fixed(build: Callable[[], tirx.PrimFunc], name: str) -> Space:
     return Space({}, {}, lambda _: True, lambda _: tvm.IRModule({name: build()}), lambda _: {})
-
-
-def _block(sch: s_tir.Schedule, name: str) -> Any:
-    return sch.get_sblock(name)
-
-
-def parallel_items(sch: s_tir.Schedule) -> Any:
-    """Items and KV heads as one parallel loop, outermost; `finish` reads its variable."""
-    w, h = sch.get_loops(_block(sch, "store"))
-    fused = sch.fuse(w, h)
-    sch.parallel(fused)
-    return fused
-
-
-def _vectorize_last(sch: s_tir.Schedule, *names: str) -> None:
-    for name in names:
-        last = sch.get_loops(_block(sch, name))[-1]
-        extent = sch.get(last).extent
-        if int(extent) > LANES and int(extent) % LANES == 0:
-            last = sch.split(last, [None, LANES])[1]
-        sch.vectorize(last)
-
-
-def _decompose(sch: s_tir.Schedule, name: str, loop: Any) -> None:
-    init = sch.decompose_reduction(_block(sch, name), loop)
-    last = sch.get_loops(init)[-1]
-    if sch.get(last).kind == tirx.ForKind.SERIAL:
-        sch.vectorize(last)
-
-
-def finish(func: tirx.PrimFunc, shape: PagedShape) -> tirx.PrimFunc:
-    """The passes after scheduling: the fold of chunks, each item's own number of chunks and key tiles, prefetch."""
-    func = softmax_rows.fold_by_row(func, lanes=LANES)
-    buffers = {p.name: p for p in func.params}
-    chunk_keys = tirx.const(shape.chunk, "int64")
-    table = PageTable(
-        buffers["items"],
-        buffers["req_to_token"],
-        buffers["req_pool_indices"],
-        buffers["kv_start"],
-        buffers["window"],
-        chunk_keys,
-    )
-
-    def item(loops: list[tirx.For]) -> tuple[tirx.Expr, tirx.Expr]:
-        heads = shape.num_kv_heads
-        return tirx.floordiv(loops[0].loop_var, heads), tirx.floormod(loops[0].loop_var, heads)
-
-    def chunk_var(loops: list[tirx.For]) -> tirx.Expr:
-        return next(loop.loop_var for loop in loops if dict(loop.annotations).get(TRIP) == "chunks")
-
-    def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
-        w, _ = item(loops)
-        keys = buffers["items"][w, KV_LEN].astype("int64") - table.skipped_chunks(w) * chunk_keys
-        if kind == "chunks":
-            return tirx.floordiv(tirx.max(keys, 0) + (chunk_keys - 1), chunk_keys)
-        tile = int(kind.split(":")[1])
-        return tirx.floordiv(keys - chunk_var(loops) * chunk_keys + (tile - 1), tirx.const(tile, "int64"))
-
-    def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
-        w, h = item(loops)
-        # The annotated loop divides the work on a tile of keys, and so the rows of the tile `distance` keys ahead.
-        tiles = next(loop for loop in reversed(loops) if str(dict(loop.annotations).get(TRIP)).startswith("keys"))
-        tile = int(str(dict(tiles.annotations)[TRIP]).split(":")[1])
-        steps = int(loops[-1].extent)
-        keys = -(-tile // steps)
-        t = tirx.Var("t_prefetch", "int64")
-        step = tirx.floormod(loops[-1].loop_var, tirx.const(tile // keys, "int64"))
-        offset = table.offset(w, chunk_var(loops), tiles.loop_var * tile + step * keys + t)
-        row = table.slot(w, table.position(w, offset + distance))
-        buffer = buffers[str(dict(loops[-1].annotations)[BUFFER])]
-        per_line = lowering.CACHE_LINE // DataType(buffer.dtype).itemsize
-        columns = range(0, int(buffer.shape[-1]), per_line)
-        lines = [lowering.prefetch_line(buffer, [row, h, tirx.const(x, "int64")]) for x in columns]
-        zero = tirx.const(0, "int64")
-        return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
-
-    return lowering.trip_counts(lowering.prefetches(func, hint), count, exact=("chunks",))

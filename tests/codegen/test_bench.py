@@ -6,12 +6,13 @@ import math
 import shutil
 import time
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
 
 from tilewright.codegen import build, cli
-from tilewright.codegen.bench import cases, command, machine, report
+from tilewright.codegen.bench import cases, command, machine, report, setups
 from tilewright.codegen.bench.protocol import (
     WARM_UP,
     Call,
@@ -111,14 +112,14 @@ def test_a_result_of_another_shape_is_wrong():
 def test_a_wrong_peer_fails_the_command(operator, monkeypatch, tmp_path):
     case = ready(next(case for case in cases.CASES if case.workload.operator == operator))
     form = operator.removeprefix("paged_")
-    honest = getattr(cases.peers, form)
+    honest = getattr(setups.peers, form)
 
     def lying(*arguments):
         forms = honest(*arguments)
         name = list(forms)[-1]
         return forms | {name: lambda run=forms[name]: run() * 1.05}
 
-    monkeypatch.setattr(cases.peers, form, lying)
+    monkeypatch.setattr(setups.peers, form, lying)
     monkeypatch.setattr(cases, "CASES", (case,))
     path = tmp_path / "times.json"
     result = CliRunner().invoke(cli.main, ["bench", operator, "--json", str(path)])
@@ -147,7 +148,7 @@ def test_rounds_are_fair():
     rounds = [timed[i : i + 3] for i in range(0, len(timed), 3)]
     assert all({name for name, _ in round_} == {"a", "b", "c"} for round_ in rounds)
     assert len({tuple(name for name, _ in round_) for round_ in rounds}) == 6
-    assert [copy for name, copy in calls if name == "b"][:7] == [0, 1, 2, 0, 1, 2, 0]
+    assert [copy for name, copy in calls if name == "b"][:7] == [1, 2, 0, 1, 2, 0, 1]
 
 
 def test_rounds_go_on_until_the_time_is_over_and_hopeless_peers_do_not_race():
@@ -177,13 +178,24 @@ def outcome(*rows, others=0.0):
 def test_a_row_says_what_it_means():
     cell = dict(zip(report.COLUMNS, report.cells(row(untuned=130.0)), strict=True))
     assert cell == {
-        "workload": "w", "us": "100~", "quartiles": "100-100", "GB/s": "1.0", "GFLOP/s": "2.0", "% of limit": "25",
-        "best torch": "best form", "torch us": "200", "ratio": "2.00", "required": "1.5", "": "ok",
+        "workload": "w", "us": "100~", "quartiles": "100-100", "warm us": "", "GB/s": "1.0", "TFLOP/s": "0.002",
+        "% of limit": "25", "best peer": "best form", "peer us": "200", "ratio": "2.00", "required": "1.5x", "": "ok",
         "untuned us": "130", "gain": "1.30",
     }  # fmt: skip
     assert row(peer=149.0).verdict == "short"
     assert row(required=None).verdict == ""
     assert report.cells(row(origin="default"))[-2:] == ("no record", "")
+
+
+def test_every_promise_of_a_row_must_be_kept():
+    promised = msgspec.structs.replace
+    slow = row()
+    assert promised(slow, share=0.2).verdict == "ok" and promised(slow, share=0.3).verdict == "short"
+    assert promised(slow, most_us=100.0).verdict == "ok" and promised(slow, most_us=99.0).verdict == "short"
+    assert promised(slow, share=0.2, limit_us=None).verdict == "short", "a share of an unknown limit"
+    every = promised(slow, share=0.85, most_us=150.0, warm=Timing("w", "ours", 42.0, 42.0, 42.0, 9))
+    cell = dict(zip(report.COLUMNS, report.cells(every), strict=True))
+    assert (cell["required"], cell[""], cell["warm us"]) == ("1.5x, 85%, 150 us", "short", "42")
 
 
 def test_the_gain_is_the_median_of_the_rows_with_a_record():
@@ -225,6 +237,8 @@ def test_the_command_prints_a_plain_table_and_writes_json(monkeypatch, tmp_path)
 
 def test_names_that_fit_nothing_and_checked_mode_are_refused(monkeypatch):
     assert "see tilewright bench --list" in CliRunner().invoke(cli.main, ["bench", "nothing-like-this"]).output
+    server = CliRunner().invoke(cli.main, ["bench", "--list", "--target", "x86-avx2", "decode-bf16"]).output
+    assert "paged_decode-bf16-g4-d128 8x2048-h32/8" in server
     listed = CliRunner().invoke(cli.main, ["bench", "--list"]).output.splitlines()
     assert listed == [*(case.name for case in cases.CASES), command.COSTS]
     quick = CliRunner().invoke(cli.main, ["bench", "--list", "--quick"]).output.splitlines()

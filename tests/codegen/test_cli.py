@@ -155,4 +155,4 @@ def test_the_catalogue_has_what_it_promises():
     assert sum(workload.general for workload in avx2) == 12
     assert set(TUNE_PRESET) <= set(avx2)
     assert all(Workload.parse(workload.name) == workload for workload in avx2)
-    assert set(all_workloads("x86-amx")) == set(all_workloads("x86-amx-emulated")) <= set(avx2)
+    assert set(all_workloads("x86-amx")) == set(all_workloads("x86-amx-emulated"))

@@ -3,7 +3,7 @@
 A test that takes `device` runs on the CPU and, with `-m cuda`, on a GPU, at the sizes and dtypes that GPUs serve.
 """
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ class Modules:
         else:
             module = self._load(workload, capability=capability)
         plan = module.plan | {"chunk": 16, "min_split": 16} if paged and self.split else module.plan
-        return SimpleNamespace(function=module.function, plan=plan)
+        return replace(module, plan=plan)
 
     def _built(self, workload, paged):
         if workload not in all_workloads(TARGET) or (paged and self.general and not workload.general):

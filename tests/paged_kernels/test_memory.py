@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 from batches import poisoned
-from layouts import INDEX_NAMES, INDEXES, LAYOUTS, lay_out
+from layouts import EDGES, INDEX_NAMES, INDEXES, LAYOUTS, lay_out
 from paged_calls import check, run, same_bits
 from paged_sizes import BOTH, decode_batch, paged_batch
 
@@ -81,8 +81,9 @@ def test_layouts_give_the_same_bits(device, modules, dtype, size, layout, decode
     batch = paged_batch(size, [4, 60], [1, 1] if decode else [13, 2], dtype=dtype, from_pool=decode)
     expected = run(batch, decode=decode)
     lay_out(batch, layout)
-    wide = poisoned(batch.q.shape[0], 2, batch.q.shape[1], size.dim_vo + 3, dtype=dtype)
-    out = wide[:, 1, :, 2:-1]
+    before, after = EDGES[device.type]
+    wide = poisoned(batch.q.shape[0], 2, batch.q.shape[1], before + size.dim_vo + after, dtype=dtype)
+    out = wide[:, 1, :, before:-after]
     assert same_bits(run(batch, decode=decode, out=out), expected)
     out.fill_(math.nan)
     assert wide.isnan().all(), "memory around out was written"

@@ -7,10 +7,11 @@ import pytest
 import torch
 from batches import as_numpy, poisoned
 from layouts import EDGES, INDEXES, strided
-from paged_calls import check, run
+from paged_calls import check, run, same_bits
 from paged_sizes import BOTH, decode_batch
 from tolerances import MERGE, PAGED, assert_close, assert_lse_close
 
+from tilewright.runtime import dispatch
 from tilewright.runtime.paged import merge_state, merge_states, write_kv
 from tilewright.schedules.paged_attention import reference
 
@@ -33,6 +34,26 @@ def test_merge(device, dtype, dim):
     expected = reference.merge(as_numpy(o[::3]), as_numpy(lse[::3]))
     assert_close(out, expected[0], MERGE[dtype])
     assert_lse_close(out_lse, expected[1], MERGE[dtype])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_results_round_to_nearest_even(name):
+    """R13: every value of the type, ties and what lies beside them: the bits of torch's own rounding; NaN stays NaN."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    ulp = (every.abs() * torch.finfo(dtype).eps).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    values = torch.cat([every, every + ulp / 2, every + ulp / 2 * (1 + 2e-3), every + ulp / 2 * (1 - 2e-3)])
+    part_o = values.view(1, -1, 64).transpose(0, 1).contiguous()  # [rows, 1 head, 64]
+    rows = len(part_o)
+    merged = torch.zeros((rows, 4), dtype=torch.int32)
+    merged[:, 0] = merged[:, 1] = torch.arange(rows)
+    merged[:, 2] = merged[:, 3] = 1
+    out, lse = poisoned(rows, 1, 64, dtype=dtype), poisoned(rows, 1)
+    dispatch.kernel("merge", name).run(part_o, torch.zeros(rows, 1), merged, torch.full((1,), -math.inf), out, lse)
+    expected = (part_o + 0.0).to(dtype)  # a sum of states is never -0
+    nan = expected.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert same_bits(out[~nan], expected[~nan])
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)

@@ -369,6 +369,29 @@ def test_lightning_padding_rows(model):
     assert not states.layer(0).temporal[0].any()
 
 
+def test_each_backend_refuses_the_layers_of_the_other(model):
+    """Casebook L21, as far as it goes without a hybrid of the two: layers 1 and 2 are linear, 0 is not."""
+    states = StatePool(2, layer_ids=[1, 2], head_num=H, head_dim=DK)
+    run = runner(states)
+    linear = LightningAttentionBackend(run)
+    (row,) = run.req_to_token_pool.alloc(1)
+    batch = ForwardBatch(ForwardMode.DECODE, 1, torch.tensor([row]), torch.tensor([1]))
+    linear.init_forward_metadata(batch)
+    tensors = [torch.ones(1, H * DK) for _ in range(3)]
+    for one in (1, 2):
+        linear.forward(*tensors, AttentionLayer(one, H, H, DK, DK, 1.0), batch)
+    for one in (0, 3, -1):
+        with pytest.raises(ValueError, match=rf"layer_id: got {one}, expected .*\[1, 2\]"):
+            linear.forward(*tensors, AttentionLayer(one, H, H, DK, DK, 1.0), batch)
+    paged = Server(layers=1)
+    paged.admit(1)
+    batch = paged.batch([1], ForwardMode.DECODE)
+    paged.backend.init_forward_metadata(batch)
+    for one in (1, -1):
+        with pytest.raises(ValueError, match=f"layer_id: got {one}, expected 0..0"):
+            paged.backend.forward(*(torch.zeros(1, n) for n in (HQ * D, HK * D, HK * DV)), layer(one), batch)
+
+
 def test_lightning_heads_of_a_rank(model):
     """Casebook L18."""
     states = StatePool(2, layer_ids=[0], head_num=2, head_dim=DK)

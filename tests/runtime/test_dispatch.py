@@ -1,12 +1,17 @@
 """Which module serves a call: the specialised, the general with a warning, or none."""
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from batches import make_decode_batch
 
 import tilewright
+from tilewright.runtime import dispatch
+from tilewright.runtime.errors import IntegrityError
 from tilewright.runtime.paged import decode_attention
+from tilewright.schedules.workload import Workload
 
 
 def test_general_module_serves_with_one_warning(use_model, caplog):
@@ -18,6 +23,33 @@ def test_general_module_serves_with_one_warning(use_model, caplog):
     assert model.names() == ["paged_decode-f32-general"] * 2
     (record,) = caplog.records
     assert "paged_decode-f32-g2-d8" in record.getMessage() and "tilewright build" in record.getMessage()
+
+
+def test_the_warning_says_why_a_module_that_is_there_does_not_serve(use_model, monkeypatch, caplog):
+    """Casebook K04."""
+    model = use_model()
+
+    def load(workload):
+        if not workload.general:
+            error = tilewright.MissingModuleError(workload.name)
+            error.unusable = ("/somewhere: definition revision: expected 2, got 1",)
+            raise error
+        return model.load(workload)
+
+    monkeypatch.setattr(dispatch.store, "load", load)
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        decode_attention(*make_decode_batch([5]).decode_arguments())
+    (record,) = caplog.records
+    assert "not usable: /somewhere: definition revision: expected 2, got 1" in record.getMessage()
+
+
+def test_a_plan_that_no_planner_knows_is_a_fault_of_its_artifact(use_model, monkeypatch):
+    model = use_model()
+    module = model.load(Workload("paged_decode", "f32", 2, 8, 8))
+    module = SimpleNamespace(function=module.function, plan={"bogus": 1}, path=Path("root/name/module.so"))
+    monkeypatch.setattr(dispatch.store, "load", lambda workload: module)
+    with pytest.raises(IntegrityError, match="root/name: manifest: plan: got .*bogus.*expected block_q, chunk"):
+        decode_attention(*make_decode_batch([5]).decode_arguments())
 
 
 def test_strict_refuses_the_general_module(use_model, monkeypatch):

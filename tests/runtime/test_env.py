@@ -42,7 +42,12 @@ def test_values_are_typed_and_read_at_use(monkeypatch, variable, text, value):
 
 @pytest.mark.parametrize(
     ("variable", "text", "expected"),
-    [(env.STRICT, "true", "0 or 1"), (env.BUILD_POLICY, "sometimes", "one of never, missing, always")],
+    [
+        (env.STRICT, "true", "0 or 1"),
+        (env.BUILD_POLICY, "sometimes", "one of never, missing, always"),
+        (env.CACHE_DIR, "~no-such-user/x", "a folder"),
+        (env.MODULE_PATH, "/a:~no-such-user/x", "a folder"),
+    ],
 )
 def test_a_wrong_value_names_the_variable_and_what_it_takes(monkeypatch, variable, text, expected):
     monkeypatch.setenv(variable.name, text)

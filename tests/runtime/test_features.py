@@ -1,3 +1,8 @@
+import ctypes
+import errno
+import os
+import types
+
 import pytest
 
 from tilewright.runtime import features
@@ -63,6 +68,48 @@ def test_no_permission_where_there_are_no_tiles(monkeypatch):
     features.amx_permission.cache_clear()
     assert not features.amx_permission()
     features.amx_permission.cache_clear()
+
+
+@pytest.fixture
+def kernel_says(monkeypatch):
+    """Let the kernel answer requests for tiles with this errno, on a CPU that has them; the list of requests."""
+    features.amx_permission.cache_clear()
+    monkeypatch.setattr(features, "cpu_features", lambda: frozenset({"avx2", "amx_tile"}))
+    requests = []
+
+    def answer(error: int) -> list[tuple[int, ...]]:
+        def syscall(*arguments):
+            requests.append(tuple(argument.value for argument in arguments))
+            ctypes.set_errno(error)
+            return -1 if error else 0
+
+        fake = types.SimpleNamespace(syscall=syscall)
+        monkeypatch.setattr(features.ctypes, "CDLL", lambda name, use_errno: fake)
+        return requests
+
+    yield answer
+    features.amx_permission.cache_clear()
+
+
+def test_tiles_are_asked_for_once(kernel_says):
+    requests = kernel_says(0)
+    for _ in range(2):
+        assert features.missing_features(["avx2", "amx_tile"]) == []
+    assert requests == [(158, 0x1023, 18)], "arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)"
+    child = os.fork()
+    if not child:  # inherited: nothing to ask for
+        os._exit(features.missing_features(["amx_tile"]) != [] or len(requests) != 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_refusal_is_one_warning(kernel_says, caplog):
+    requests = kernel_says(errno.EPERM)
+    for _ in range(3):
+        assert features.missing_features(["avx2", "amx_tile"]) == ["amx_tile"]
+        assert features.missing_features(["avx2"]) == []
+    assert len(requests) == 1
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "Operation not permitted" in record.message
 
 
 def test_emulated_features_are_usable_inside_the_block_only(cpu):

@@ -1,5 +1,7 @@
 """The public lightning functions above the executable interface: views, options, errors."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,12 @@ def test_nothing_to_do(model):
     ("state_indices", lambda x: x * 0 + 2, ValueError, "slot 2 occurs twice"),
     ("state_indices", lambda x: x + 9, ValueError, r"state_indices\[\d\]: got"),
     ("state_indices", lambda x: x * 0 - 2, ValueError, r"state_indices\[0\]: got -2"),
+    ("q", lambda x: x.to("meta"), NotImplementedError, "q: got device meta"),
+    ("k", lambda x: x.to_sparse(), TypeError, "k: got layout torch.sparse_coo"),
+    ("state", lambda x: x.requires_grad_(), ValueError, "state: requires a gradient"),
+    ("state", lambda x: x[:1].expand(x.shape), ValueError, "state: got strides.*memory of its own"),
+    ("slopes", lambda x: -x, ValueError, r"slopes\[0\]: got -0.5, expected a finite decay rate >= 0"),
+    ("slopes", lambda x: x * math.nan, ValueError, r"slopes\[0\]: got nan"),
 ])  # fmt: skip
 def test_wrong_arguments(model, name, change, error, message):
     """Casebook L09, L12, L18; nothing runs."""
@@ -130,9 +138,52 @@ def test_wrong_options(model):
         ({"out": torch.zeros(7, 2, 16)[..., ::2]}, ValueError, "out: got strides"),
         ({"has_initial_state": torch.ones(3, dtype=torch.bool)}, ValueError, "has_initial_state: got shape"),
         ({"has_initial_state": torch.ones(2)}, TypeError, "has_initial_state: got torch.float32"),
+        ({"has_initial_state": [1, 1]}, TypeError, "has_initial_state: got list"),
+        ({"scale": "x"}, TypeError, "scale: got 'x', expected a number"),
+        ({"scale": math.nan}, ValueError, "scale: got nan"),
+        ({"out": batch.q}, ValueError, "out: shares memory with q"),
+        ({"out": batch.v}, ValueError, "out: shares memory with v"),
     ):
         with pytest.raises(error, match=message):
             lightning_extend(*vars(batch).values(), **options)
     with pytest.raises(ValueError, match=r"state_indices: got shape \[2\], expected \[7\]"):
         lightning_decode(batch.q, batch.k, batch.v, batch.state, batch.state_indices, batch.slopes)
+    assert model.calls == []
+
+
+def test_dims_of_nothing(model):
+    for sizes in ({"num_heads": 0}, {"dim": 0}, {"dim_vo": 0}):
+        with pytest.raises(ValueError, match="expected at least 1 of each"):
+            lightning_extend(*vars(make_lightning_batch([4], **sizes)).values())
+    assert model.calls == []
+
+
+def test_any_integer_but_zero_says_that_there_is_a_state(model):
+    """2**32 has low words of zero."""
+    results = []
+    for value in (torch.tensor([True, False]), torch.tensor([2**32, 0]), torch.tensor([-1, 0], dtype=torch.int32)):
+        batch = make_lightning_batch([4, 3])
+        results.append(lightning_extend(*vars(batch).values(), has_initial_state=value))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_one_and_many_tokens_return_the_same_kind(model):
+    """Casebook L09: a tensor of q's rows and v's dim, in decode and in extend, whatever the number of tokens."""
+    for news in ([1], [2], [1, 1]):
+        batch = make_lightning_batch(news, dim_vo=5)
+        extended = lightning_extend(*vars(batch).values())
+        assert isinstance(extended, torch.Tensor) and extended.shape == (sum(news), 2, 5)
+        if max(news) == 1:
+            decoded = lightning_decode(batch.q, batch.k, batch.v, batch.state, batch.state_indices, batch.slopes)
+            assert type(decoded) is type(extended) and decoded.shape == extended.shape
+
+
+@pytest.mark.parametrize("run", [lightning_extend, lightning_decode])
+def test_heads_first_tensors_are_refused_by_the_slopes(model, run):
+    """Casebook L09: [H, T, D] tensors with state and slopes of H heads are no [T, H, D]."""
+    batch = make_lightning_batch([3, 2], num_heads=2)
+    first = [x.transpose(0, 1) for x in (batch.q, batch.k, batch.v)]
+    rest = (batch.state, batch.state_indices, *([batch.qo_indptr] if run is lightning_extend else []), batch.slopes)
+    with pytest.raises(ValueError, match=r"state: got shape \[6, 2, 8, 8\], expected \[6, 5, 8, 8\]"):
+        run(*first, *rest)
     assert model.calls == []

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from batches import make_decode_batch, make_paged_batch
+from paged_calls import check
 
-from tilewright.runtime.paged import decode_attention, extend_attention
+from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 
 WRONG = [
     ("q", lambda x: x[0], ValueError, r"q: got shape \[4, 8\]"),
@@ -28,6 +29,11 @@ WRONG = [
     ("req_pool_indices", lambda x: x[:1], ValueError, "seq_lens: got shape"),
     ("req_pool_indices", lambda x: x.float(), TypeError, "req_pool_indices: got torch.float32"),
     ("seq_lens", lambda x: x[:, None], ValueError, "seq_lens: got shape"),
+    ("q", lambda x: x.to("meta"), NotImplementedError, "q: got device meta"),
+    ("q", lambda x: x.to_sparse(), TypeError, "q: got layout torch.sparse_coo"),
+    ("v_buffer", lambda x: x.to_sparse(), TypeError, "v_buffer: got layout torch.sparse_coo"),
+    ("req_to_token", lambda x: x.to_sparse(), TypeError, "req_to_token: got layout torch.sparse_coo"),
+    ("q", lambda x: x[..., :0], ValueError, "k_buffer: got shape"),
 ]  # fmt: skip
 
 
@@ -53,6 +59,13 @@ def test_wrong_tensors(model, name, change, error, message):
     ({"kv_start": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv_start: got shape"),
     ({"kv_lens": torch.ones(2, dtype=torch.int32), "window": 2}, ValueError, "window"),
     ({"key": torch.zeros(2, 2, 8)}, ValueError, "key, value, loc"),
+    ({"page_size": 2**70}, ValueError, "page_size: got 1180591620717411303424"),
+    ({"page_size": 2.0}, TypeError, "page_size: got 2.0, expected an integer"),
+    ({"logit_cap": torch.ones(2)}, TypeError, "logit_cap: got tensor.*expected a number"),
+    ({"batch_invariant": "no"}, TypeError, "batch_invariant: got 'no', expected True or False"),
+    ({"out": [1]}, TypeError, "out: got list"),
+    ({"out": torch.zeros(999).as_strided((2, 4, 8), (8, 8, 1))}, ValueError, "out: got strides.*memory of its own"),
+    ({"out": torch._neg_view(torch.zeros(2, 4, 8))}, ValueError, "out: got a negated view"),
     ({"window": 1.5}, TypeError, "window: got 1.5, expected an integer"),
     ({"window": None}, TypeError, "window: got None, expected an integer"),
     ({"logit_cap": math.nan}, ValueError, "logit_cap: got nan"),
@@ -72,6 +85,72 @@ def test_wrong_options(model, options, error, message):
     with pytest.raises(error, match=message):
         decode_attention(*make_decode_batch([5, 9]).decode_arguments(), **options)
     assert model.calls == []
+
+
+def test_dims_of_nothing(model):
+    batch = make_decode_batch([5], dim=0)
+    with pytest.raises(ValueError, match="head dims 0 and 0"):
+        decode_attention(*batch.decode_arguments())
+    assert model.calls == []
+
+
+def test_causal_is_a_boolean(model):
+    for value in ("false", 0, None):
+        with pytest.raises(TypeError, match="causal: got .*, expected True or False"):
+            extend_attention(*make_paged_batch([5], [4]).extend_arguments(), causal=value)
+    assert model.calls == []
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_buffer", "v_buffer"])
+@pytest.mark.parametrize("shared", [0, 1, 64])
+def test_out_shares_no_memory_with_what_is_read(model, name, shared):
+    """What a query sees must not depend on which item was written first; a neighbour in one storage is no overlap."""
+    batch = make_paged_batch([5], [4])
+    values = getattr(batch, name)
+    storage = torch.zeros(values.numel() + 4 * 4 * 8)
+    setattr(batch, name, storage[: values.numel()].view(values.shape).copy_(values))
+    out = storage[values.numel() - shared :][: 4 * 4 * 8].view(4, 4, 8)
+    if not shared:
+        check(batch, out=out)
+        return
+    with pytest.raises(ValueError, match=f"out: shares memory with {name}"):
+        extend_attention(*batch.extend_arguments(), out=out)
+    assert model.calls == []
+
+
+@pytest.mark.parametrize("name", ["q", "k_buffer", "v_buffer"])
+def test_out_of_decode_shares_no_memory_with_what_is_read(model, name):
+    batch = make_decode_batch([5, 9], num_qo_heads=2)
+    with pytest.raises(ValueError, match=f"out: shares memory with {name}"):
+        decode_attention(*batch.decode_arguments(), out=getattr(batch, name)[:2])
+    assert model.calls == []
+
+
+def test_rows_of_a_pool_are_not_moved_within_it(model):
+    """Rows that are read while others are written would arrive twice; V over part of K would be K no more."""
+    pool, other = torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    loc = torch.arange(4, 9)
+    for k, v, name in ((pool[3:8], other[3:8].clone(), "k"), (pool[3:8].clone(), other[3:8], "v")):
+        with pytest.raises(ValueError, match=f"buffer: shares memory with {name}"):
+            write_kv(k, v, pool, other, loc)
+    wide = torch.zeros(9, 2, 12)
+    with pytest.raises(ValueError, match="v_buffer: shares memory with k_buffer"):
+        write_kv(pool[3:8], pool[3:8], wide[..., :8], wide[..., 4:], loc)
+    batch = make_decode_batch([5, 9])
+    with pytest.raises(ValueError, match="k_buffer: shares memory with k"):
+        decode_attention(*batch.decode_arguments(), key=batch.k_buffer[:2], value=batch.v_buffer[:2].clone(),
+                         loc=torch.tensor([1, 2]))  # fmt: skip
+    assert model.calls == []
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_buffer", "v_buffer"])
+def test_negated_views_count_as_their_values(model, name):
+    """Such a view (`x.conj().imag`) has the memory of -x."""
+    batch = make_paged_batch([5], [4])
+    expected = batch.expected(decode=False)
+    setattr(batch, name, torch._neg_view(-getattr(batch, name)))
+    assert getattr(batch, name).is_neg()
+    check(batch, expected=expected)
 
 
 def test_tree_mask_and_half_of_k_v(model):

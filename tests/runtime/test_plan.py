@@ -88,17 +88,32 @@ def test_plan_of_another_batch_or_phase(model):
         extend_attention(*batch.extend_arguments(), plan=plan_extend([9], [6], device="cpu", **PLAN_SIZES))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"seq_lens": [-1]}, "seq_lens: got values -1"),
-    ({"seq_lens": [[1]]}, "seq_lens: got shape"),
-    ({"num_qo_heads": 3}, "num_qo_heads: got 3, expected a multiple"),
-    ({"head_dim_qk": 0}, "head_dim_qk: got 0"),
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"seq_lens": [-1]}, ValueError, "seq_lens: got values -1"),
+    ({"seq_lens": [[1]]}, ValueError, "seq_lens: got shape"),
+    ({"seq_lens": [[1], [1, 2]]}, ValueError, "seq_lens: got shape"),
+    ({"seq_lens": 5}, ValueError, r"seq_lens: got shape \[\], expected \[B\]"),
+    ({"seq_lens": [1.5]}, TypeError, "seq_lens: got float64"),
+    ({"seq_lens": None}, TypeError, "seq_lens: got object"),
+    ({"seq_lens": torch.ones(2, dtype=torch.bfloat16)}, TypeError, "seq_lens: got torch.bfloat16"),
+    ({"seq_lens": torch.ones(2, device="meta").int()}, TypeError, "seq_lens: got .* on meta"),
+    ({"num_qo_heads": 3}, ValueError, "num_qo_heads: got 3, expected a multiple"),
+    ({"num_qo_heads": 4.0}, TypeError, "num_qo_heads: got 4.0, expected an integer"),
+    ({"head_dim_qk": 0}, ValueError, "head_dim_qk: got 0"),
+    ({"head_dim_vo": None}, TypeError, "head_dim_vo: got None, expected an integer"),
+    ({"device": "gpu0"}, ValueError, "device: got 'gpu0'"),
+    ({"device": "meta"}, NotImplementedError, "device: got meta"),
+    ({"batch_invariant": "yes"}, TypeError, "batch_invariant: got 'yes'"),
+    ({"buffers": 3}, TypeError, "buffers: got int, expected PlanBuffers"),
 ])  # fmt: skip
-def test_plan_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_plan_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
         plan_decode(**({"seq_lens": [4], "device": "cpu"} | PLAN_SIZES | arguments))
-    with pytest.raises(TypeError, match=r"seq_lens: got float"):
-        plan_decode([1.5], device="cpu", **PLAN_SIZES)
+
+
+def test_plan_of_more_rows_than_items_can_name():
+    with pytest.raises(ValueError, match="extend_seq_lens: got rows up to 3221225469"):
+        plan_extend([2**30 - 1] * 3, [2**30 - 1] * 3, device="cpu", **PLAN_SIZES)
 
 
 def test_batch_invariant_items(use_model, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.runtime.planner import INVARIANT_SPLIT, OFF, Lengths, Tiling, make_work
+from tilewright.runtime.planner import FINE, INVARIANT_SPLIT, OFF, UNIT_KEYS, Lengths, Tiling, make_work
 
 
 def lengths_of(pairs, gaps=None):
@@ -109,8 +109,8 @@ def test_splits_and_merge_rows(batch, tiling, threads, window):
 
 def test_costliest_first():
     work = plan(lengths_of([(5, 1), (60, 1), (20, 3)]), threads=1)
-    costs = (work.items[:, 2] * work.items[:, 4]).tolist()
-    assert costs == sorted(costs, reverse=True)
+    costs = work.items[:, 4].tolist()
+    assert costs == sorted(costs, reverse=True), "a kernel computes all rows of a block, however few are used"
 
 
 def test_decode_keeps_whole_what_balances():
@@ -135,6 +135,101 @@ def test_one_long_context_among_short_ones_is_split(threads):
     for cost in np.repeat(work.items[:, 4], 2).tolist():
         loads[loads.index(min(loads))] += cost
     assert max(loads) <= 1.15 * sum(loads) / threads
+
+
+# What the kernels of the packaged targets have been built with, or like it.
+SHAPES = {
+    "decode": Tiling(1, 512, 512),
+    "short decode": Tiling(1, 128, 256, 512),
+    "extend": Tiling(16, 256, 256),
+    "wide extend": Tiling(128, 512, 512),
+}
+MIXED = {
+    "one long": [(65535, 1)] + [(499, 1)] * 64,
+    "one long last": [(499, 1)] * 64 + [(65535, 1)],
+    "two thousand new": [(0, 2000)] + [(999, 1)] * 40,
+    "two thousand new, long decodes": [(0, 2000)] + [(3999, 1)] * 40,
+    "every length": [(n, 1) for n in range(100, 9000, 97)],
+    "chunks of prefill": [(n, 256) for n in range(0, 30000, 2000)],
+}
+
+
+def busiest(work, heads, threads):
+    """(load of the busiest thread, even share, largest task) when the launcher runs it as in runtime/launcher.c.
+
+    Runs of ceil(units / tasks) neighbouring units go in order to the thread that is free first. A unit costs its keys,
+    and what it costs besides.
+    """
+    costs = np.repeat(work.items[:, 4] + UNIT_KEYS, heads)
+    step = -(-len(costs) // work.tasks)
+    runs = [int(costs[first : first + step].sum()) for first in range(0, len(costs), step)]
+    loads = [0] * threads
+    for cost in runs:
+        loads[loads.index(min(loads))] += cost
+    return max(loads), sum(runs) / threads, max(runs)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 15, 16])
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_batches_keep_every_thread_busy(name, shape, heads, threads):
+    """Casebook P43: within 1.25 of the same work evenly split, splits and all."""
+    tiling, lengths = SHAPES[shape], lengths_of(MIXED[name])
+    work = plan(lengths, tiling, num_kv_heads=heads, threads=threads)
+    longest, share, _ = busiest(work, heads, threads)
+    assert longest <= 1.15 * share
+    whole = plan(lengths, tiling, num_kv_heads=heads, threads=1)
+    assert share * threads <= 1.05 * busiest(whole, heads, 1)[0], "splits add little work"
+    assert len(work.items) <= len(whole.items) + 8 * threads, "and few partial states"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    batch=st.lists(
+        st.tuples(st.sampled_from([0, 10, 500, 4000, 65536]), st.sampled_from([1, 1, 7, 300, 2000])),
+        min_size=1, max_size=40,
+    ),
+    shape=st.sampled_from(list(SHAPES)),
+    heads=st.sampled_from([1, 2, 8]),
+    threads=st.sampled_from([1, 2, 3, 15, 16, 64]),
+)  # fmt: skip
+def test_no_thread_waits_long(batch, shape, heads, threads):
+    """Whatever the batch: at most pieces of the least size above the even share, where those are large."""
+    tiling = SHAPES[shape]
+    work = plan(lengths_of(batch), tiling, num_kv_heads=heads, threads=threads)
+    longest, share, run = busiest(work, heads, threads)
+    smallest = max(tiling.min_split, tiling.chunk) + tiling.min_split + UNIT_KEYS
+    assert longest <= max(1.2 * share, share + smallest)
+    assert run <= max(share / FINE, work.items[:, 4].max() + UNIT_KEYS), "a task of several units is a short one"
+
+
+def test_alike_units_go_out_in_runs_of_neighbours():
+    """A task a unit would cost more than it saves where there are thousands alike."""
+    work = plan(lengths_of([(499, 1)] * 256), SHAPES["decode"], num_kv_heads=8, threads=16)
+    assert work.tasks == 8 * 16
+    assert plan(lengths_of([(3, 1)]), num_kv_heads=8, threads=16).tasks == 8
+    assert plan(lengths_of([]), threads=16).tasks == 1
+
+
+@pytest.mark.parametrize("threads", [16, 32])
+def test_one_request_keeps_all_threads_busy(threads):
+    """Casebook P43 (b): 16384 keys, 32/8 heads, more threads than KV heads."""
+    work = plan(lengths_of([(16383, 1)]), Tiling(1, 256, 512), num_kv_heads=8, threads=threads)
+    units = len(work.items) * 8
+    assert units >= threads and work.items[:, 4].max() * -(-units // threads) <= 1.15 * 16384 * 8 / threads
+
+
+def test_work_grows_with_the_tokens_and_not_with_the_longest_request():
+    """Casebook P43 (a): a long prefill beside 31 single tokens costs what the two cost apart."""
+
+    def cost(news):
+        work = plan(lengths_of([(0, new) for new in news]), Tiling(16, 64, 256), threads=8)
+        return len(work.items), int((work.items[:, 2] * work.items[:, 4]).sum())
+
+    both, long, short = cost([1] * 31 + [4096]), cost([4096]), cost([1] * 31)
+    assert both[1] == long[1] + short[1] and both[0] <= long[0] + short[0]
+    assert short == (31, 31)
 
 
 def test_empty_request_gets_an_item_and_no_tokens_get_none():

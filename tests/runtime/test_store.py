@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from tilewright.runtime.errors import (
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import DEFINITION_REVISION, Workload
 
+_amx_permission = features.amx_permission
 WORKLOAD = Workload("paged_decode", "bf16", 4, 128, 128)
 AVX2, AMX = "x86-avx2", "x86-amx"
 
@@ -91,6 +93,23 @@ def test_the_best_usable_target_wins_wherever_it_is(tmp_path):
         assert store.find(WORKLOAD, root=tmp_path / "given").found.folder == far
 
 
+def test_a_refused_permission_means_the_next_target_and_one_warning(tmp_path, monkeypatch, caplog):
+    """Whatever else is looked for: a serving process says it once."""
+    monkeypatch.setattr(features, "cpu_features", lambda: frozenset(get_target(AMX).features))
+    monkeypatch.setattr(features, "_request_tiles", lambda: 95)
+    monkeypatch.setattr(features, "amx_permission", cache(_amx_permission.__wrapped__))
+    workloads = [WORKLOAD, Workload("paged_extend", "bf16", 4, 128, 128)]
+    for workload in workloads:
+        put(tmp_path, AMX, workload)
+        near = put(tmp_path, AVX2, workload)
+        for _ in range(2):
+            search = store.find(workload, root=tmp_path)
+            assert search.found.folder == near
+            assert "this process has no amx_bf16, amx_int8, amx_tile" in str(search.passed_over[0])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "refuses tile registers" in caplog.text
+
+
 def test_the_emulated_target_is_found_by_name_only(tmp_path):
     folder = put(tmp_path, "x86-amx-emulated")
     with features.emulated(*get_target(AMX).features):
@@ -137,6 +156,33 @@ def test_an_unusable_artifact_is_passed_over_with_its_reason(tmp_path, changes, 
     search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
     assert search.found.folder == good
     assert words in str(search.passed_over[0]) and str(bad) in str(search.passed_over[0])
+
+
+@pytest.mark.parametrize("break_it", [
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"\xff\x00"),
+    lambda path: path.write_text("[1]"),
+    lambda path: (path.unlink(), path.mkdir()),
+    lambda path: (path.unlink(), path.symlink_to(path.name)),
+], ids=["empty", "binary", "other JSON", "folder", "loop of links"])  # fmt: skip
+def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path, break_it):
+    bad, good = put(tmp_path / "given"), put(tmp_path / "cache" / "modules")
+    break_it(bad / "manifest.json")
+    search = store.find(WORKLOAD, AVX2, root=tmp_path / "given")
+    assert search.found.folder == good
+    assert isinstance(search.passed_over[0].problem, IntegrityError)
+    assert str(bad / "manifest.json") in str(search.passed_over[0])
+
+
+def test_what_should_work_and_does_not_is_told_once_with_its_reason(tmp_path, toy_root, monkeypatch, caplog):
+    """Casebook K04. A module for another machine is nothing to warn of."""
+    put(tmp_path, AVX2, toys.PARALLEL, definition_revision=0)
+    put(tmp_path, AMX, toys.PARALLEL)
+    monkeypatch.setenv("TILEWRIGHT_MODULE_PATH", f"{tmp_path}{os.pathsep}{toy_root}")
+    with caplog.at_level("WARNING", logger="tilewright"):
+        assert store.load(toys.PARALLEL) is store.load(toys.PARALLEL)
+    (record,) = caplog.records
+    assert str(tmp_path / AVX2) in record.getMessage() and "definition revision: expected" in record.getMessage()
 
 
 def test_an_apache_tvm_ffi_outside_the_range_is_told(tmp_path, monkeypatch):
@@ -264,3 +310,73 @@ def test_a_failed_build_shows_what_the_builder_said(tmp_path, monkeypatch):
     with pytest.raises(BuildError, match="lightning_decode-f32-d3v5: .* failed") as caught:
         store.load(impossible, AMX, root=tmp_path)
     assert "x86-amx" in str(caught.value)
+
+
+# ---- GPUs
+
+SM90, SM80 = "cuda-sm90a", "cuda-sm80"
+
+
+def gpus(monkeypatch, *capabilities):
+    monkeypatch.setattr(features, "visible_gpus", lambda: capabilities)
+
+
+def test_code_for_gpus_runs_on_its_own_generation():
+    assert {"sm_80", "sm_86", "sm_89"} <= features.gpu_features((8, 9)) and "sm_90" not in features.gpu_features((8, 9))
+    assert {"sm_90", "sm_90a"} <= features.gpu_features((9, 0)) and "sm_80" not in features.gpu_features((9, 0))
+    assert features.missing_features(["sm_90a"], (10, 0)) == ["sm_90a"]
+    assert features.missing_features(["sm_80"], (8, 6)) == []
+
+
+def test_the_device_of_the_tensors_decides(tmp_path, monkeypatch):
+    """CPU tensors never take a CUDA module, nor the other way about; of CUDA targets the device's own is taken."""
+    gpus(monkeypatch, (9, 0), (8, 6))
+    folders = {name: put(tmp_path, name) for name in (AVX2, SM90, SM80)}
+    assert store.find(WORKLOAD, root=tmp_path).found.folder == folders[AVX2]
+    assert store.find(WORKLOAD, root=tmp_path, capability=(9, 0)).found.folder == folders[SM90]
+    assert store.find(WORKLOAD, root=tmp_path, capability=(8, 6)).found.folder == folders[SM80]
+    assert store.find(WORKLOAD, SM90, root=tmp_path).found.folder == folders[SM90]
+    gpus(monkeypatch)
+    search = store.find(WORKLOAD, SM90, root=tmp_path)
+    assert search.state == "unusable" and "no visible CUDA device" in str(search.passed_over[0])
+    search = store.find(WORKLOAD, SM90, root=tmp_path, capability=(8, 6))
+    assert "expected a device that runs sm_90a, got compute capability 8.6" in str(search.passed_over[0])
+
+
+def test_a_forced_target_is_for_its_own_device(tmp_path, monkeypatch):
+    folders = {name: put(tmp_path, name) for name in (AVX2, SM90)}
+    monkeypatch.setenv("TILEWRIGHT_TARGET", AVX2)
+    assert store.find(WORKLOAD, root=tmp_path, capability=(9, 0)).found.folder == folders[SM90]
+    monkeypatch.setenv("TILEWRIGHT_TARGET", SM90)
+    assert store.find(WORKLOAD, root=tmp_path).found.folder == folders[AVX2]
+    assert [target.name for target in store.candidate_targets()] == [SM90]
+
+
+def test_a_missing_cuda_module_names_the_command_for_the_device(tmp_path):
+    for capability, target in (((9, 0), SM90), ((8, 0), SM80)):
+        with pytest.raises(MissingModuleError, match=f"tilewright build {WORKLOAD.name} --target {target}\nlooked at"):
+            store.load(WORKLOAD, root=tmp_path, capability=capability)
+    with pytest.raises(
+        MissingModuleError, match=r"No target is for compute capability 10.0, expected .*cuda-sm90a \(sm_9"
+    ):
+        store.load(WORKLOAD, root=tmp_path, capability=(10, 0))
+
+
+def test_a_damaged_cubin_is_never_given_to_the_driver(tmp_path, monkeypatch):
+    folder = put(tmp_path, SM90)
+    (folder / "module.cubin").write_bytes(b"code")
+    read = manifest.read_manifest(folder)
+    files = read.files | {"module.cubin": manifest.file_entry(folder / "module.cubin")}
+    (folder / "manifest.json").write_bytes(manifest.encode_manifest(msgspec.structs.replace(read, files=files)))
+    (folder / "module.cubin").write_bytes(b"evil")
+
+    class Launcher(store.CudaLauncher):
+        def __init__(self):
+            pass
+
+        def load(self, *arguments):
+            pytest.fail("opened")
+
+    monkeypatch.setattr(store, "_get_launcher", lambda artifact: Launcher())
+    with pytest.raises(IntegrityError, match="module.cubin: sha256: expected"):
+        store.load(WORKLOAD, root=tmp_path, capability=(9, 0))
