@@ -9,6 +9,8 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx.layout import Layout, S, TileLayout
 
+COPY_BATCH = 5  # copies of copy_rows that are under way from one set of registers
+
 
 def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, ...]) -> Layout:
     """The layout of a parameter with these strides, in elements; a buffer's own `strides` are checked, but not used."""
@@ -29,13 +31,6 @@ exp2 = _function(
     "tw_exp2", "float", "float x", 'float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;'
 )
 """2**x; 0 for -inf."""
-exp2_in_order = _function(
-    "tw_exp2_in_order",
-    "float",
-    "float x",
-    'float y; asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;',
-)
-"""exp2 that stays where it is written among waits: the compiler would move it behind the products it should hide in."""
 log2 = _function("tw_log2", "float", "float x", 'float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;')
 """Binary logarithm."""
 # tanh.approx is off by 5e-4, too much for a soft-cap of 50. Near 0 the quotient cancels.
@@ -81,16 +76,6 @@ warp_sum = _function(
 shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
 """Another lane's int32."""
 
-hold = _function("tw_hold", "void", "float* x", 'asm volatile("" : "+f"(*x) :: "memory");')
-"""Nothing that uses this register moves before this line: for accumulators behind the wait for their product."""
-
-finish_first = _function(
-    "tw_finish_first",
-    "void",
-    "float x",
-    'asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p exit; }" :: "f"(x) : "memory");',
-)
-"""What `x` >= 0 depends on is worked out before anything that follows: ends a block of code for the scheduler."""
 
 load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(const unsigned*)p;")
 """Two 16-bit numbers from an address that is a multiple of four."""
@@ -107,6 +92,38 @@ copy_row16 = _function(
     "const char* from = (const char*)(first + row * stride + offset); " + _COPY.format(hint=".L2::128B"),
 )
 """copy16 from a row of a tensor, given the address of its first row; stride and offset in bytes."""
+
+
+_row_address = _function(
+    "tw_row_address",
+    "void",
+    "void* p, long long first, long long stride, int row",
+    'long long x = first + row * stride; asm volatile("" : "+l"(x) :: "memory"); *(long long*)p = x;',
+)
+
+
+def copy_rows(
+    distance: int, to: tirx.Expr, first: tirx.Expr, stride: tirx.Expr, rows: list[tirx.Expr], addresses: tirx.Var
+) -> None:
+    """Statements of the function under construction: copy16 from rows[i] of a tensor to `to` + i * distance bytes.
+
+    Addresses are worked out for a batch of copies before the first of them, each in registers of its own (`addresses`,
+    a local int64 buffer of COPY_BATCH): else every copy waits until the one before has read its operands.
+    """
+    for begin in range(0, len(rows), COPY_BATCH):
+        batch = range(begin, min(begin + COPY_BATCH, len(rows)))
+        for i in batch:
+            T.evaluate(_row_address(addresses.ptr_to([i - begin]), first, stride, rows[i]))
+        for i in batch:
+            copy = _function(
+                f"tw_copy16_{i * distance}",
+                "void",
+                "void* to, long long from",
+                _COPY.format(hint=".L2::128B").replace("[%0]", f"[%0+{i * distance}]"),
+            )
+            T.evaluate(copy(to, addresses[i - begin]))
+
+
 let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
 """The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
 await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')

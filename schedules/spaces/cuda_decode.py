@@ -223,6 +223,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             shift = T.alloc_local([2], "float32")
             keep = T.alloc_local([2], "float32")
             slot = T.alloc_local([1], "int32")
+            rows = T.alloc_local([TILE * max(KC, VC) // 32], "int32")
             for h in T.unroll(2):
                 m[h] = T.float32(NEG)
                 l[h] = T.float32(0)
@@ -248,19 +249,29 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             @T.inline
             def gather(n):
                 if n < mine:
+                    # All rows before the first copy: a shuffle between copies would make each wait for the one before.
                     for i in T.unroll(TILE * KC // 32):
-                        row: T.int32 = (i * 32 + lane) // KC
-                        copy16(
-                            ring.ptr_to([(warp * NST + n % NST) * STAGE + place(row, (i * 32 + lane) % KC, D)]),
-                            k_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % KC) * 8]),
-                        )
-                    for i in T.unroll(TILE * VC // 32):
-                        row: T.int32 = (i * 32 + lane) // VC
+                        rows[i] = shuffle(slot[0], (i * 32 + lane) // KC)
+                    for i in T.unroll(TILE * KC // 32):
                         copy16(
                             ring.ptr_to(
-                                [(warp * NST + n % NST) * STAGE + TILE * KROW + place(row, (i * 32 + lane) % VC, Dv)]
+                                [(warp * NST + n % NST) * STAGE + place((i * 32 + lane) // KC, (i * 32 + lane) % KC, D)]
                             ),
-                            v_buffer.ptr_to([T.Cast("int64", shuffle(slot[0], row)), hk, ((i * 32 + lane) % VC) * 8]),
+                            k_buffer.ptr_to([T.Cast("int64", rows[i]), hk, ((i * 32 + lane) % KC) * 8]),
+                        )
+                    if KC != VC:
+                        for i in T.unroll(TILE * VC // 32):
+                            rows[i] = shuffle(slot[0], (i * 32 + lane) // VC)
+                    for i in T.unroll(TILE * VC // 32):
+                        copy16(
+                            ring.ptr_to(
+                                [
+                                    (warp * NST + n % NST) * STAGE
+                                    + TILE * KROW
+                                    + place((i * 32 + lane) // VC, (i * 32 + lane) % VC, Dv)
+                                ]
+                            ),
+                            v_buffer.ptr_to([T.Cast("int64", rows[i]), hk, ((i * 32 + lane) % VC) * 8]),
                         )
                     look_up(n + 1)
                 T.ptx.cp.async_.commit_group()

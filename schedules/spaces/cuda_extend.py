@@ -21,14 +21,13 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
+    COPY_BATCH,
     PACK,
     address,
     copy16,
     copy_row16,
+    copy_rows,
     exp2,
-    exp2_in_order,
-    finish_first,
-    hold,
     log2,
     quad_max,
     quad_sum,
@@ -64,7 +63,7 @@ ROWS = 64  # of a consumer warpgroup: the height of one wgmma
 BLOCK = 64  # columns of a swizzled block: 128 bytes
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 # Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
-_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
+_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (40, 152)}
 
 
 def padded(dim: int) -> int:
@@ -90,7 +89,7 @@ def copies_evenly(workload: Workload, keys: int) -> bool:
 
 def registers(workload: Workload, keys: int) -> int:
     """Estimate of a consumer thread's registers: scores, values, packed probabilities, state and addresses."""
-    return keys // 2 + workload.head_dim_vo // 2 + keys // 4 + 32
+    return keys // 2 + workload.head_dim_vo // 2 + keys // 4 + 28
 
 
 def most_registers(rows: int) -> int:
@@ -300,8 +299,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 lane: T.int32 = tx % 32
                 warp: T.int32 = tx // 32
                 home: T.int32 = warp * TURN + lane // KC  # the lane's row in its first pass
-                rows = T.alloc_local([HOLD], "int32")
-                later = T.alloc_local([HOLD], "int32")
+                held = T.alloc_local([HOLD], "int32")
+                rows = T.alloc_local([max(KI, VI)], "int32")
+                addresses = T.alloc_local([COPY_BATCH], "int64")
                 start: T.int64
                 stride: T.int64
 
@@ -311,62 +311,74 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     for i in T.unroll(HOLD):
                         n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
                         if j < old_tiles:
-                            later[i] = req_to_token[
+                            held[i] = req_to_token[
                                 table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
                             ]
                         else:
-                            later[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
+                            held[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
 
                 if tiles > 0:
                     look_up(0)
                 for j in T.serial(tiles):
-                    for i in T.unroll(HOLD):
-                        rows[i] = later[i]
+                    # All rows before the first copy: a shuffle between copies would make each wait for the one before.
+                    for i in T.unroll(KI):
+                        if TURN < SHARE:
+                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // KC)
+                        else:
+                            rows[i] = shuffle(held[i * 32 // KC // 32], (i * 32 + lane) // KC % 32)
                     T.cuda.mbarrier_wait(k_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
                     start = sources[T.Select(j < old_tiles, 0, 4)]
                     stride = sources[T.Select(j < old_tiles, 1, 5)]
-                    for i in T.unroll(KI):
-                        if TURN < SHARE:
-                            copy_row16(
-                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(i * (4 * TURN) + home, lane % KC, BN)]),
-                                start,
-                                stride,
-                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // KC),
-                                lane % KC * 16,
-                            )
-                        else:
+                    if TURN < SHARE:
+                        copy_rows(
+                            4 * TURN * BLOCK * 2,
+                            smem.ptr_to([KO + (j % NST) * (BN * KD) + place(home, lane % KC, BN)]),
+                            start + T.Cast("int64", lane % KC * 16),
+                            stride,
+                            [rows[i] for i in range(KI)],
+                            addresses,
+                        )
+                    else:
+                        for i in T.unroll(KI):
                             n: T.int32 = (i * 32 + lane) // KC
                             c: T.int32 = (i * 32 + lane) % KC
                             copy_row16(
                                 smem.ptr_to([KO + (j % NST) * (BN * KD) + place(warp * SHARE + n, c, BN)]),
                                 start,
                                 stride,
-                                shuffle(rows[i * 32 // KC // 32], n % 32),
+                                rows[i],
                                 c * 16,
                             )
                     T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([j % NST]))
+                    # Once more, not kept: the copies of K would have too few registers.
+                    for i in T.unroll(VI):
+                        if TURN < SHARE:
+                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // VC)
+                        else:
+                            rows[i] = shuffle(held[i * 32 // VC // 32], (i * 32 + lane) // VC % 32)
                     if j + 1 < tiles:
                         look_up(j + 1)
                     T.cuda.mbarrier_wait(v_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
                     start = sources[T.Select(j < old_tiles, 2, 6)]
                     stride = sources[T.Select(j < old_tiles, 3, 7)]
-                    for i in T.unroll(VI):
-                        if TURN < SHARE:
-                            copy_row16(
-                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(i * (4 * TURN) + home, lane % VC, BN)]),
-                                start,
-                                stride,
-                                shuffle(rows[i * TURN // 32], i * TURN % 32 + lane // VC),
-                                lane % VC * 16,
-                            )
-                        else:
+                    if TURN < SHARE:
+                        copy_rows(
+                            4 * TURN * BLOCK * 2,
+                            smem.ptr_to([VO + (j % NST) * (BN * VD) + place(home, lane % VC, BN)]),
+                            start + T.Cast("int64", lane % VC * 16),
+                            stride,
+                            [rows[i] for i in range(KI)],
+                            addresses,
+                        )
+                    else:
+                        for i in T.unroll(VI):
                             n: T.int32 = (i * 32 + lane) // VC
                             c: T.int32 = (i * 32 + lane) % VC
                             copy_row16(
                                 smem.ptr_to([VO + (j % NST) * (BN * VD) + place(warp * SHARE + n, c, BN)]),
                                 start,
                                 stride,
-                                shuffle(rows[i * 32 // VC // 32], n % 32),
+                                rows[i],
                                 c * 16,
                             )
                     T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([j % NST]))
@@ -472,7 +484,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         l[h] = l[h] * keep[h]
                         for i in T.unroll(NS // 4):
                             for e in T.unroll(2):
-                                S[i * 4 + h * 2 + e] = exp2_in_order(S[i * 4 + h * 2 + e] * factor - shift[h])
+                                S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
                                 l[h] = l[h] + S[i * 4 + h * 2 + e]
 
                 @T.inline
@@ -488,8 +500,6 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_s(0)
                     T.ptx.wgmma.wait_group.sync.aligned(0)
-                    for i in T.unroll(NS):
-                        hold(S.ptr_to([i]))
                     if lane == 0:
                         T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([0]))
                     softmax(0)
@@ -507,16 +517,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         if PP:
                             T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
-                        for i in T.unroll(NS):
-                            hold(S.ptr_to([i]))
                         if lane == 0:
                             T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([(j + 1) % NST]))
                         softmax(j + 1)
-                        for h in T.unroll(2):
-                            finish_first(l[h])
                         T.ptx.wgmma.wait_group.sync.aligned(0)
-                        for i in T.unroll(NO):
-                            hold(O.ptr_to([i]))
                         if lane == 0:
                             T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([j % NST]))
                         for i in T.unroll(NO // 4):
@@ -529,8 +533,6 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_o(tiles - 1)
                     T.ptx.wgmma.wait_group.sync.aligned(0)
-                    for i in T.unroll(NO):
-                        hold(O.ptr_to([i]))
                 for h in T.unroll(2):
                     l[h] = quad_sum(l[h])
                     r: T.int32 = row0 + h * 8

@@ -15,6 +15,8 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "merge": cuda_states.merge,
     "write_kv": cuda_states.write_kv,
 }
+# Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
+_EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
@@ -114,8 +116,8 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
 
     default = next(
         n
-        for rows, keys, pingpong in ((192, 80, 0), (128, 128, 1), (128, 96, 1), (128, 64, 1), (64, 64, 0), (64, 48, 0))
-        if legal(n := {"rows": rows, "keys": keys, "stages": 2, "pingpong": pingpong})
+        for rows, keys, stages, pingpong in _EXTEND_DEFAULTS
+        if legal(n := {"rows": rows, "keys": keys, "stages": stages, "pingpong": pingpong})
     )
     return Space(
         choices=choices,
