@@ -196,7 +196,7 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
         cost.name,
         f"{cost.median:.{2 if cost.unit == 'x' else 1}f} {cost.unit}",
         f"{cost.low:.{2 if cost.unit == 'x' else 1}f}-{cost.high:.{2 if cost.unit == 'x' else 1}f}",
-        "" if cost.required is None else f"< {cost.required:.0f} {cost.unit}",
+        "" if cost.required is None else f"< {cost.required:g} {cost.unit}",
         cost.verdict,
     )
 
