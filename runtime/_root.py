@@ -16,7 +16,8 @@ _HOMES = {
         "merge_states",
         "write_kv",
     ),
-    "tilewright.runtime.plan": ("Plan", "PlanBuffers", "plan_decode", "plan_extend"),
+    "tilewright.runtime.plan": ("Plan", "plan_decode", "plan_extend"),
+    "tilewright.runtime.plan_buffers": ("PlanBuffers",),
     "tilewright.runtime.lightning": ("lightning_decode", "lightning_extend"),
     "tilewright.runtime.backend": ("AttentionBackend", "PagedAttentionBackend"),
     "tilewright.runtime.lightning_backend": ("LightningAttentionBackend",),
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from tilewright.runtime.lightning import lightning_decode, lightning_extend
     from tilewright.runtime.lightning_backend import LightningAttentionBackend
     from tilewright.runtime.paged import decode_attention, extend_attention, merge_state, merge_states, write_kv
-    from tilewright.runtime.plan import Plan, PlanBuffers, plan_decode, plan_extend
+    from tilewright.runtime.plan import Plan, plan_decode, plan_extend
+    from tilewright.runtime.plan_buffers import PlanBuffers
 
 __all__ = [
     "AttentionBackend",

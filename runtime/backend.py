@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tilewright.runtime.forward_batch import ForwardMode, served_mode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
-from tilewright.runtime.plan import Plan, PlanBuffers, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.plan_buffers import PlanBuffers
 
 _FILL = 1
 

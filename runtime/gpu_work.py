@@ -44,7 +44,7 @@ class _Slot:
 
 
 class GpuWork:
-    """One work list on the device, refreshed in place; the attributes of `plan.DeviceWork`.
+    """One work list on the device, refreshed in place; the attributes of `plan_buffers.DeviceWork`.
 
     With `fixed` sizes (buffers of the caller) `items` and `rows` are the whole buffers, whatever the batch: what is not
     used is padding (q_len 0, count 0), which the kernels skip. So a captured graph replays with any batch that fits.

@@ -25,7 +25,8 @@ from tilewright.runtime.arguments import (
 )
 from tilewright.runtime.dispatch import kernel
 from tilewright.runtime.paged_call import run, sinks_off, write_rows
-from tilewright.runtime.plan import Plan, PlanBuffers, plan_decode, plan_extend
+from tilewright.runtime.plan import Plan, plan_decode, plan_extend
+from tilewright.runtime.plan_buffers import PlanBuffers
 
 __all__ = [
     "Plan",

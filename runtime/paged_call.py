@@ -29,7 +29,8 @@ from tilewright.runtime.arguments import (
 )
 from tilewright.runtime.dispatch import Kernel, kernel
 from tilewright.runtime.gpu_work import GpuWork
-from tilewright.runtime.plan import DeviceWork, Plan, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
+from tilewright.runtime.plan_buffers import DeviceWork
 from tilewright.runtime.planner import OFF
 
 _LOG2E = math.log2(math.e)

@@ -13,6 +13,7 @@ from tilewright.codegen.build import build, recorded_decisions
 from tilewright.runtime.manifest import MODULE_NAME
 from tilewright.schedules.catalog import all_workloads
 from tilewright.schedules.spaces import get_space
+from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
 # Compilers call these for plain loops; every process has them.
@@ -41,8 +42,9 @@ def undefined(library: Path) -> set[str]:
 
 def built(name: str, target: str) -> Path:
     workload = Workload.parse(name)
-    decisions = recorded_decisions(workload, "x86-amx") or get_space(workload, target).default
-    return build(workload, target, decisions).folder / "module.so"
+    # The emulated twin has the schedules of the real modules.
+    decisions = recorded_decisions(workload, "x86-amx") if get_target(target).family == "amx" else None
+    return build(workload, target, decisions or get_space(workload, target).default).folder / MODULE_NAME
 
 
 def test_amx_list_names_workloads_of_the_catalogue():

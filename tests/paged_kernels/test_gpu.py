@@ -11,7 +11,8 @@ from tolerances import PAGED, assert_close
 
 import tilewright
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
-from tilewright.runtime.plan import PlanBuffers, plan_decode, plan_extend
+from tilewright.runtime.plan import plan_decode, plan_extend
+from tilewright.runtime.plan_buffers import PlanBuffers
 
 SIZE = SPECIAL[0]
 pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("device", ["cuda"], indirect=True)]

@@ -11,7 +11,8 @@ from paged_calls import check, run, same_bits
 from paged_sizes import BOTH, decode_batch, paged_batch
 
 from tilewright.runtime import dispatch
-from tilewright.runtime.plan import PlanBuffers, plan_decode
+from tilewright.runtime.plan import plan_decode
+from tilewright.runtime.plan_buffers import PlanBuffers
 
 
 @pytest.mark.parametrize("size", BOTH, ids=str)

@@ -8,7 +8,8 @@ from batches import PLAN_SIZES, make_decode_batch, make_paged_batch
 from paged_calls import check
 
 from tilewright.runtime.paged import decode_attention, extend_attention
-from tilewright.runtime.plan import PlanBuffers, plan_decode, plan_extend
+from tilewright.runtime.plan import plan_decode, plan_extend
+from tilewright.runtime.plan_buffers import PlanBuffers
 
 
 def test_plan_is_reused_and_calls_plan_nothing(model):
