@@ -7,6 +7,7 @@ and what to fetch ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import tvm_ffi
 from tvm import DataType, tirx
@@ -18,6 +19,8 @@ from tvm.tirx import BufferRegion, IterVar
 # A block's statement, what it reads and what it writes; made from the buffers and the axes by name.
 Block = tuple[tirx.Stmt, list[BufferRegion], list[BufferRegion]]
 BlockBody = Callable[[Mapping[str, Var], Mapping[str, Var]], Block]
+
+Node = TypeVar("Node")
 
 TRIP = "tilewright.trip"
 PREFETCH = "tilewright.prefetch"
@@ -112,51 +115,11 @@ def prefetches(func: tirx.PrimFunc, hint: Callable[[int, list[tirx.For]], tirx.S
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
 
 
-def prefetch_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """`prefetches` of the rows that a gather will copy later.
-
-    The annotated loop copies one row of a parameter an iteration; loops of static extent inside it run along the row.
-    What is asked for are the cache lines of the row that lies `distance` iterations ahead, past the loop's end too: the
-    index expression must be valid there. A row chosen by if_then_else is prefetched from where it will come.
-    """
-
-    def hint(distance: int, loops: list[tirx.For]) -> tirx.Stmt:
-        row = loops[-1]
-        return _prefetch_row(row.body, {row.loop_var: row.loop_var + distance})
-
-    return prefetches(func, hint)
-
-
 def prefetch_line(buffer: Var, indices: Sequence[tirx.Expr], level: int = 1) -> tirx.Stmt:
     """Ask for the cache line of one element, into the cache of that level (1 or 2) and those behind it."""
     zero, locality, data = (tirx.const(value, "int32") for value in (0, 4 - level, 1))
     address = tirx.address_of(tirx.BufferLoad(buffer, list(indices)))
     return tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, locality, data))
-
-
-def _prefetch_row(copy: tirx.Stmt, values: dict[Var, tirx.Expr]) -> tirx.Stmt:
-    def substitute(expr: tirx.Expr) -> tirx.Expr:
-        return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
-
-    width = 1
-    while isinstance(copy, tirx.For):
-        width *= int(copy.extent)
-        values[copy.loop_var] = tirx.const(0, "int64")
-        copy = copy.body
-    assert isinstance(copy, SBlockRealize) and isinstance(copy.block.body, tirx.BufferStore), "a loop over one copy"
-    axes = {axis.var: substitute(value) for axis, value in zip(copy.block.iter_vars, copy.iter_values, strict=True)}
-    values.update(axes)
-
-    def prefetch(load: tirx.Expr) -> tirx.Stmt:
-        if not isinstance(load, TensorLoad):  # if_then_else
-            condition, first, second = load.args
-            return tirx.IfThenElse(condition, prefetch(first), prefetch(second))
-        lines = []
-        for column in range(0, width, CACHE_LINE // DataType(load.source.dtype).itemsize):
-            lines.append(prefetch_line(load.source, [*load.indices[:-1], load.indices[-1] + column]))
-        return tirx.SeqStmt(lines)
-
-    return prefetch(substitute(copy.block.body.value))
 
 
 def deinterleave(func: tirx.PrimFunc, parameters: Sequence[str]) -> tirx.PrimFunc:
@@ -195,48 +158,6 @@ def _constant_term(index: tirx.Expr) -> int:
     return 0
 
 
-def inline_reducer_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Store the results of tuple reducers straight from their expressions.
-
-    A tuple reducer lowers to bindings of all new values, then their stores. TVM 0.27 vectorises a binding as a scalar
-    loop, which leaves the last lane's value in every lane. Stored in reverse order the bindings are not needed, as
-    long as no value reads a buffer stored before it; that is checked.
-
-    Raises:
-        ValueError: a reducer's value reads an accumulator that a later component of the tuple has replaced.
-    """
-
-    def visit(seq: tirx.SeqStmt) -> tirx.Stmt:
-        bindings = [stmt for stmt in seq.seq if isinstance(stmt, tirx.Bind)]
-        stores = [stmt for stmt in seq.seq if isinstance(stmt, tirx.BufferStore)]
-        values = [next((bind.value for bind in bindings if bind.var.same_as(store.value)), None) for store in stores]
-        if not bindings or len(seq.seq) != 2 * len(stores) or None in values:
-            return seq  # not a reducer
-        result: list[tirx.Stmt] = []
-        for store, value in reversed(list(zip(stores, values, strict=True))):
-            for earlier in result:
-                if _reads(value, earlier.buffer):
-                    raise ValueError(
-                        f"reducer: the value of {store.buffer.name} reads {earlier.buffer.name}, stored before it"
-                    )
-            result.append(tirx.BufferStore(store.buffer, value, store.indices))
-        return tirx.SeqStmt(result)
-
-    return tvm_ffi.structural_map(func, (tirx.SeqStmt, visit))
-
-
-def _reads(value: tirx.Expr, buffer: Var) -> bool:
-    found = []
-
-    def visit(load: TensorLoad) -> TensorLoad:
-        if load.source.same_as(buffer):
-            found.append(load)
-        return load
-
-    tvm_ffi.structural_map(value, (TensorLoad, visit))
-    return bool(found)
-
-
 def in_place(func: tirx.PrimFunc, source: str, target: str) -> tirx.PrimFunc:
     """Let a stage overwrite what it reads: the buffer `target` becomes `source`.
 
@@ -255,9 +176,9 @@ def in_place(func: tirx.PrimFunc, source: str, target: str) -> tirx.PrimFunc:
     return tirx.PrimFunc(func.params, SBlockRealize([], True, root), func.ret_type, func.attrs)
 
 
-def substitute(expr: tirx.Expr, values: Mapping[Var, tirx.Expr]) -> tirx.Expr:
-    """The expression with variables replaced."""
-    return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
+def substitute(node: Node, values: Mapping[Var, tirx.Expr]) -> Node:
+    """The expression, statement or region with variables replaced."""
+    return tvm_ffi.structural_map(node, (Var, lambda var: values.get(var, var)))
 
 
 def append_block(

@@ -18,7 +18,7 @@ from tvm.ir.expr import Var
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.tirx import BufferRegion, IterVar
 
-from tilewright.schedules.lowering import TRIP
+from tilewright.schedules.lowering import TRIP, substitute
 from tilewright.schedules.paged_attention.definition import fold_factors
 
 _SPATIAL, _REDUCE = 0, 2  # IterVar's type codes
@@ -106,7 +106,6 @@ class _Fold:
             axes.append(IterVar(chunk.dom, tirx.Var(chunk.var.name, "int64"), _REDUCE))
         old = [*(a.var for a in spatial), chunk.var]
         renamed = dict(zip(old, [a.var for a in axes], strict=False))
-        rename = lambda node: tvm_ffi.structural_map(node, (Var, lambda v: renamed.get(v, v)))  # noqa: E731
         width = 1
         if isinstance(rows, tirx.IntImm):
             # LLVM takes vectors whose lanes are no power of two apart.
@@ -115,7 +114,13 @@ class _Fold:
         values.append(first + outer * width + lane)
         if reduce:
             values.append(self._values[4])
-        block = SBlock(axes, [rename(r) for r in reads], [rename(w) for w in writes], name, rename(body))
+        block = SBlock(
+            axes,
+            [substitute(region, renamed) for region in reads],
+            [substitute(region, renamed) for region in writes],
+            name,
+            substitute(body, renamed),
+        )
         stmt: tirx.Stmt = SBlockRealize(values, True, block)
         stmt = _loop(
             lane, tirx.const(width, "int64"), stmt, tirx.ForKind.VECTORIZED if width > 1 else tirx.ForKind.SERIAL

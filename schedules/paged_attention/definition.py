@@ -76,6 +76,12 @@ class PageTable:
     window: tirx.Expr
     chunk: tirx.Expr
 
+    @staticmethod
+    def of(parameters: Mapping[str, Any], chunk: tirx.Expr) -> PageTable:
+        """From the parameters of a function by name."""
+        names = ("items", "req_to_token", "req_pool_indices", "kv_start", "window")
+        return PageTable(**{name: parameters[name] for name in names}, chunk=chunk)
+
     def skipped_chunks(self, w: tirx.Expr) -> tirx.Expr:
         """Chunks wholly before the window of the item's first row: never visited."""
         before = self.items[w, POS] - self.window + 1 - self.items[w, KV_BEGIN]

@@ -271,14 +271,7 @@ def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decision
         tirx.const(size, "int64") for size in (n["chunk"], n["block_rows"], max(n["qk_keys"], n["pv_keys"]))
     )
     group = tirx.const(_group(workload), "int64")
-    table = PageTable(
-        items,
-        buffers["req_to_token"],
-        buffers["req_pool_indices"],
-        buffers["kv_start"],
-        buffers["window"],
-        chunk_keys,
-    )
+    table = PageTable.of(buffers, chunk_keys)
 
     def count(kind: str, loops: list[tirx.For]) -> tirx.Expr:
         w = tirx.floordiv(loops[0].loop_var, shape.num_kv_heads)
@@ -373,8 +366,7 @@ def _masked_where_needed(
     defined = [*(axis.var for axis in block.iter_vars), *(inner.loop_var for inner in loops)]
     renamed = {var: tirx.Var(var.name, str(var.ty.dtype)) for var in defined}
     unmasked = tvm_ffi.structural_map(loop, (SBlock, lambda _: plain))
-    unmasked = tvm_ffi.structural_map(unmasked, (Var, lambda var: renamed.get(var, var)))
-    return tirx.IfThenElse(whole, unmasked, loop)
+    return tirx.IfThenElse(whole, lowering.substitute(unmasked, renamed), loop)
 
 
 def _first_point(stmt: tirx.Stmt) -> tuple[dict[str, tirx.Expr], SBlock, list[tirx.For]]:

@@ -51,14 +51,7 @@ def finish(func: tirx.PrimFunc, shape: PagedShape, lanes: int) -> tirx.PrimFunc:
     func = fold_by_row(func, lanes=lanes)
     buffers = {p.name: p for p in func.params}
     chunk_keys = tirx.const(shape.chunk, "int64")
-    table = PageTable(
-        buffers["items"],
-        buffers["req_to_token"],
-        buffers["req_pool_indices"],
-        buffers["kv_start"],
-        buffers["window"],
-        chunk_keys,
-    )
+    table = PageTable.of(buffers, chunk_keys)
 
     def item(loops: list[tirx.For]) -> tuple[tirx.Expr, tirx.Expr]:
         heads = shape.num_kv_heads
