@@ -22,6 +22,7 @@ pytestmark = [
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NOWHERE = 2**31 - 1
 SIZES = [(128, 4), (64, 3)]
+WIDE = [w for w in all_workloads("cuda-sm90a") if w.operator == "paged_decode" and w.head_dim_qk > 256]
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 1000]
 
 
@@ -57,6 +58,8 @@ class Case:
     requests: list[tuple[int, int]]
     heads: int = 2
     split: int = 0
+    join: bool = False
+    latent: bool = False
     pooled: object = lambda keys, tokens: keys
     seed: int = 0
     options: Options = field(default_factory=Options)
@@ -94,6 +97,8 @@ class Case:
             self.new_rows.append(used - n)
             used += keys - n
             self.keys.append(key), self.values.append(value)
+        if self.latent:
+            self.v_buffer, self.values = self.k_buffer[..., :dim_vo], [key[..., :dim_vo] for key in self.keys]
         self.prefixes = pooled
         self.req_to_token = table.cuda()
         self.q = normal(sum(t for _, t in self.requests), hk * w.group, dim) * self.scale_q
@@ -106,7 +111,7 @@ class Case:
         self._plan()
 
     def _plan(self):
-        items, rows, partials, first_row = [], [], 0, 0
+        items, rows, partials, first_row, joined = [], [], 0, 0, 0
         for b, (keys, tokens) in enumerate(self.requests):
             for start in range(0, tokens, self.block_q):
                 count = min(self.block_q, tokens - start)
@@ -115,9 +120,14 @@ class Case:
                     ranges = [(i, min(self.split, keys - i)) for i in range(0, keys, self.split)]
                 for number, (begin, length) in enumerate(ranges):
                     part = partials + number * count if len(ranges) > 1 else -1
-                    items.append([b, first_row + start, count, begin, length, keys - tokens + start,
-                                  self.prefixes[b], self.new_rows[b], part, 0])  # fmt: skip
-                if len(ranges) > 1:
+                    own = [self.prefixes[b], self.new_rows[b], part, 0]
+                    if self.join and len(ranges) > 1:
+                        own = [partials, len(ranges), part, joined + 1]
+                    items.append([b, first_row + start, count, begin, length, keys - tokens + start, *own])
+                if self.join and len(ranges) > 1:
+                    joined += 1
+                    partials += len(ranges)
+                elif len(ranges) > 1:
                     rows += [[first_row + start + i, partials + i, len(ranges), count] for i in range(count)]
                     partials += len(ranges) * count
             first_row += tokens
@@ -128,8 +138,9 @@ class Case:
         self.items = torch.tensor(items, dtype=torch.int32).cuda()
         self.rows = torch.tensor(rows, dtype=torch.int32).cuda()
         heads = self.q.shape[1]
-        self.part_o = torch.full((partials + 1, heads, self.v_buffer.shape[2]), math.nan, device="cuda")
-        self.part_lse = torch.full((partials + 1, heads), math.nan, device="cuda")
+        self.part_o = torch.full((partials + 1 + joined, heads, self.v_buffer.shape[2]), math.nan, device="cuda")
+        self.part_lse = torch.full((partials + 1 + joined, heads), math.nan, device="cuda")
+        self.part_lse[partials + 1 :] = 0.0  # counters of arrivals
 
     def run(self):
         extend = self.workload.operator == "paged_extend"
@@ -186,6 +197,23 @@ def extend(size, dtype, requests, **rest):
     return Case(Workload("paged_extend", dtype, group, dim, dim), requests, **rest)
 
 
+OPTIONS = {
+    "window-1": Options(window=1),
+    "window-5": Options(window=5),
+    "window-130": Options(window=130),
+    "cap-1": Options(cap=1.0),
+    "cap-30": Options(cap=30.0),
+    "cap-1e5": Options(cap=1e5),
+    "cap-window": Options(cap=20.0, window=70),
+    "scale": Options(scale=0.3),
+    "scale-negative": Options(scale=-0.05),
+    "scale-zero": Options(scale=0.0),
+    "not-causal": Options(lookahead=OFF),
+    "lookahead-window": Options(lookahead=3, window=40),
+    "sinks": Options(sinks=[0.5, -math.inf, 3.0]),
+    "sinks-huge": Options(sinks=[200.0, 5.0, -200.0]),
+}
+
 EXTENDS = [
     (0, 3),
     (13, 13),
@@ -215,29 +243,41 @@ def test_decode_lengths(size, dtype, split):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split", [16, 48, 128])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_pieces_joined_by_the_last(size, dtype, split):
+    """As the merge kernel does it, again and again: the counters are left as they were found."""
+    case = decode(size, dtype, LENGTHS, split=split, join=True)
+    first = case.check()[0].clone()
+    for _ in range(3):
+        case.out.fill_(math.nan)
+        assert torch.equal(case.run()[0], first)
+    counters = case.part_lse[len(case.part_lse) - sum(n > split for n in LENGTHS) :]
+    assert not counters.view(torch.int32).any()
+
+
+@pytest.mark.parametrize("workload", WIDE, ids=lambda w: w.name)
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "apart"])
+@pytest.mark.parametrize(("split", "join"), [(0, False), (192, False), (64, True)], ids=["whole", "split", "joined"])
+def test_wide_decode(workload, latent, split, join):
+    latent = latent and workload.head_dim_vo <= workload.head_dim_qk
+    for heads in (1, 2):
+        Case(workload, [(n, 1) for n in LENGTHS], heads=heads, split=split, join=join, latent=latent).check()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "apart"])
+def test_wide_options(option, latent):
+    Case(WIDE[0], [(n, 1) for n in LENGTHS], heads=1, split=128, join=True, latent=latent, options=OPTIONS[option],
+         scale_q=4.0 if "cap" in option else 1.0).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [0, 160])
 @pytest.mark.parametrize("pooled", POOLED)
 @pytest.mark.parametrize("size", MORE_SHAPES, ids=str)
 def test_extend_lengths(size, dtype, split, pooled):
     extend(size, dtype, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
-
-
-OPTIONS = {
-    "window-1": Options(window=1),
-    "window-5": Options(window=5),
-    "window-130": Options(window=130),
-    "cap-1": Options(cap=1.0),
-    "cap-30": Options(cap=30.0),
-    "cap-1e5": Options(cap=1e5),
-    "cap-window": Options(cap=20.0, window=70),
-    "scale": Options(scale=0.3),
-    "scale-negative": Options(scale=-0.05),
-    "scale-zero": Options(scale=0.0),
-    "not-causal": Options(lookahead=OFF),
-    "lookahead-window": Options(lookahead=3, window=40),
-    "sinks": Options(sinks=[0.5, -math.inf, 3.0]),
-    "sinks-huge": Options(sinks=[200.0, 5.0, -200.0]),
-}
 
 
 @pytest.mark.parametrize("split", [0, 96], ids=["whole", "split"])

@@ -83,6 +83,16 @@ load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(con
 _COPY = 'asm volatile("cp.async.cg.shared.global{hint} [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");'
 copy16 = _function("tw_copy16", "void", "void* to, const void* from", _COPY.format(hint=".L2::128B"))
 """Start an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16."""
+copy16_once = _function(
+    "tw_copy16_once",
+    "void",
+    "void* to, const void* from",
+    "unsigned long long policy; "
+    'asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)); '
+    'asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" '
+    ':: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "l"(policy) : "memory");',
+)
+"""copy16 of what will not be read again soon: the L2 cache gives it up first."""
 address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
 """A pointer as an int64."""
 copy_row16 = _function(
@@ -151,3 +161,23 @@ store_word = _function("tw_store_word", "void", "void* p, unsigned x", "*(unsign
 """Four bytes to an address that is a multiple of four."""
 store_two = _function("tw_store_two", "void", "float* p, float a, float b", "*(float2*)p = make_float2(a, b);")
 """Two f32 to an address that is a multiple of eight."""
+load_shared_float = _function("tw_load_shared_float", "float", "const float* p", "return __ldcg(p);")
+"""An f32 that another CTA of this launch has written."""
+load_four = _function(
+    "tw_load_four", "void", "float* to, const float* from",
+    "float4 x = __ldcg((const float4*)from); to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;",
+)
+"""Four f32 that another CTA of this launch has written, from an address that is a multiple of 16."""
+arrived_last = _function(
+    "tw_arrived_last",
+    "int",
+    "void* counter, int count",
+    "int last = 0; __syncthreads(); "
+    "if (threadIdx.x == 0) { __threadfence(); last = atomicAdd((int*)counter, 1) == count - 1; "
+    "if (last) *(int*)counter = 0; __threadfence(); } "
+    "return __syncthreads_or(last);",
+)
+"""Whether the CTA, all of whose threads call this, is the last of `count`; it then sees what the others wrote before.
+
+The counter is 0 before the first and after the last.
+"""

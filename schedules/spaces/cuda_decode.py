@@ -19,10 +19,15 @@ from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
+    arrived_last,
+    await_previous,
     copy16,
+    copy16_once,
     exp2,
     let_next_start,
+    load_four,
     load_pair,
+    load_shared_float,
     log2,
     quad_max,
     quad_sum,
@@ -48,12 +53,17 @@ from tilewright.schedules.paged_attention.definition import (
     score,
     visible_bounds,
 )
+from tilewright.schedules.spaces import PROGRAMMATIC
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
 TILE = 16  # keys of a tile: the depth of one mma
+# Columns of an item that decode has for itself: the first and the number of the pieces of its row, and 1 + the number of
+# the row's counter, 0 where the merge kernel joins them.
+FIRST_PIECE, PIECES, COUNTER = 6, 7, 9
 MOST_GROUP = 16
-_MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+JOINED = 8  # partial states that the last CTA of a row has under way at a time
+MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 
 
 def pitch(dim: int) -> int:
@@ -84,7 +94,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
     NW, NST = decisions["warps"], decisions["stages"]
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{_MMA_TYPE[workload.dtype]}.{_MMA_TYPE[workload.dtype]}.f32"
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{MMA_TYPE[workload.dtype]}.{MMA_TYPE[workload.dtype]}.f32"
     HALVES = 1 if G <= 8 else 2  # eight rows each; registers of unused ones stay zero
     KROW, VROW = pitch(D), pitch(Dv)
     STAGE = TILE * (KROW + VROW)
@@ -92,6 +102,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     THREADS = 32 * NW
     RING = max(NW * NST * STAGE, 2 * NW * G * Dv + 4 * NW * G if NW > 1 else 0)
     NEG = float("-inf")
+    copy = copy16_once if decisions.get("hint", 0) else copy16
+    early = decisions.get("early", 1) if hopper else 0
 
     @T.prim_func
     def paged_decode(
@@ -113,7 +125,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         window: T.int32,
         lookahead: T.int32,
     ):
-        T.func_attr({"global_symbol": "paged_decode"})
+        T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early > 0})
         tokens, heads, slots, table_rows, table_columns, requests, W, partials = (
             T.int64(),
             T.int64(),
@@ -197,6 +209,10 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         hk, w = T.cta_id([T.Cast("int32", heads), T.Cast("int32", W)])
         tx = T.thread_id([THREADS])
         ring = T.alloc_buffer((RING,), dtype, scope="shared.dyn", align=1024)
+        if early == 2:
+            let_next_start()
+        if early > 0:
+            await_previous()
         if items[w, Q_LEN] > 0:
             q_row: T.int32 = items[w, Q_ROW]
             part: T.int32 = items[w, PART]
@@ -222,7 +238,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             top = T.alloc_local([2], "float32")
             shift = T.alloc_local([2], "float32")
             keep = T.alloc_local([2], "float32")
-            slot = T.alloc_local([1], "int32")
+            slot = T.alloc_local([2], "int32")  # of the keys of two tiles each, one for each lane
             rows = T.alloc_local([TILE * max(KC, VC) // 32], "int32")
             for h in T.unroll(2):
                 m[h] = T.float32(NEG)
@@ -241,9 +257,11 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             )
 
             @T.inline
-            def look_up(n):
-                slot[0] = req_to_token[
-                    table_row, column + T.Cast("int64", T.min((n * NW + warp) * TILE + lane % 16, keys - 1))
+            def look_up(i, pair):
+                slot[i] = req_to_token[
+                    table_row,
+                    column
+                    + T.Cast("int64", T.min(((pair * 2 + lane // 16) * NW + warp) * TILE + lane % 16, keys - 1)),
                 ]
 
             @T.inline
@@ -251,9 +269,9 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 if n < mine:
                     # All rows before the first copy: a shuffle between copies would make each wait for the one before.
                     for i in T.unroll(TILE * KC // 32):
-                        rows[i] = shuffle(slot[0], (i * 32 + lane) // KC)
+                        rows[i] = shuffle(slot[0], n % 2 * 16 + (i * 32 + lane) // KC)
                     for i in T.unroll(TILE * KC // 32):
-                        copy16(
+                        copy(
                             ring.ptr_to(
                                 [(warp * NST + n % NST) * STAGE + place((i * 32 + lane) // KC, (i * 32 + lane) % KC, D)]
                             ),
@@ -261,9 +279,9 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         )
                     if KC != VC:
                         for i in T.unroll(TILE * VC // 32):
-                            rows[i] = shuffle(slot[0], (i * 32 + lane) // VC)
+                            rows[i] = shuffle(slot[0], n % 2 * 16 + (i * 32 + lane) // VC)
                     for i in T.unroll(TILE * VC // 32):
-                        copy16(
+                        copy(
                             ring.ptr_to(
                                 [
                                     (warp * NST + n % NST) * STAGE
@@ -273,11 +291,14 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             ),
                             v_buffer.ptr_to([T.Cast("int64", rows[i]), hk, ((i * 32 + lane) % VC) * 8]),
                         )
-                    look_up(n + 1)
+                    if n % 2 == 1:
+                        slot[0] = slot[1]
+                        look_up(1, n // 2 + 2)
                 T.ptx.cp.async_.commit_group()
 
             if mine > 0:
-                look_up(0)
+                look_up(0, 0)
+                look_up(1, 1)
             for s in T.unroll(NST - 1):
                 gather(s)
             for n in T.serial(mine):
@@ -351,7 +372,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
                         )
             T.ptx.cp.async_.wait_all()
-            if hopper:
+            if hopper and early < 2:
                 let_next_start()
             for h in T.unroll(HALVES):
                 l[h] = quad_sum(l[h])
@@ -426,5 +447,54 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             store_two(part_o.ptr_to([part, hk * G + row, e]), O[0] * keep[0], O[1] * keep[0])
                             if e == 0:
                                 part_lse[part, hk * G + row] = keep[1]
+            if items[w, COUNTER] > 0:
+                first_part: T.int32 = items[w, FIRST_PIECE]
+                pieces: T.int32 = items[w, PIECES]
+                if arrived_last(part_lse.ptr_to([partials - items[w, COUNTER], hk * G]), pieces) != 0:
+                    weight = T.alloc_local([JOINED], "float32")
+                    values = T.alloc_local([4 * JOINED], "float32")
+                    for i in T.serial((G * Dv // 4 + THREADS - 1) // THREADS):
+                        if i * THREADS + tx < G * Dv // 4:
+                            row: T.int32 = (i * THREADS + tx) // (Dv // 4)
+                            e: T.int32 = (i * THREADS + tx) % (Dv // 4) * 4
+                            m[0] = T.float32(NEG)
+                            l[0] = T.float32(0)
+                            for x in T.unroll(4):
+                                O[x] = T.float32(0)
+                            for c in T.serial((pieces + (JOINED - 1)) // JOINED):
+                                for n in T.unroll(JOINED):
+                                    weight[n] = load_shared_float(part_lse.ptr_to(
+                                        [first_part + T.min(c * JOINED + n, pieces - 1), hk * G + row]
+                                    )) * T.float32(LOG2_E)
+                                    load_four(
+                                        values.ptr_to([4 * n]),
+                                        part_o.ptr_to(
+                                            [first_part + T.min(c * JOINED + n, pieces - 1), hk * G + row, e]
+                                        ),
+                                    )
+                                top[0] = m[0]
+                                for n in T.unroll(JOINED):
+                                    if c * JOINED + n >= pieces:
+                                        weight[n] = T.float32(NEG)
+                                    top[0] = T.max(top[0], weight[n])
+                                shift[0] = finite_or_zero(top[0])
+                                keep[0] = exp2(m[0] - shift[0])
+                                m[0] = top[0]
+                                l[0] = l[0] * keep[0]
+                                for x in T.unroll(4):
+                                    O[x] = O[x] * keep[0]
+                                for n in T.unroll(JOINED):
+                                    weight[n] = exp2(weight[n] - shift[0])
+                                    l[0] = l[0] + weight[n]
+                                    for x in T.unroll(4):
+                                        O[x] = O[x] + weight[n] * values[4 * n + x]
+                            keep[0] = normaliser(m[0], l[0], sinks[hk * G + row] * T.float32(LOG2_E), exp2)
+                            for x in T.unroll(2):
+                                store_word(
+                                    out.ptr_to([q_row, hk * G + row, e + 2 * x]),
+                                    pack(O[2 * x] * keep[0], O[2 * x + 1] * keep[0]),
+                                )
+                            if e == 0:
+                                lse[q_row, hk * G + row] = natural_lse(m[0], l[0], log2)
 
     return paged_decode
