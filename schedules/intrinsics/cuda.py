@@ -161,10 +161,10 @@ store_word = _function("tw_store_word", "void", "void* p, unsigned x", "*(unsign
 """Four bytes to an address that is a multiple of four."""
 store_two = _function("tw_store_two", "void", "float* p, float a, float b", "*(float2*)p = make_float2(a, b);")
 """Two f32 to an address that is a multiple of eight."""
-load_shared_float = _function("tw_load_shared_float", "float", "const float* p", "return __ldcg(p);")
+load_fresh = _function("tw_load_fresh", "float", "const float* p", "return __ldcg(p);")
 """An f32 that another CTA of this launch has written."""
-load_four = _function(
-    "tw_load_four", "void", "float* to, const float* from",
+load_fresh_four = _function(
+    "tw_load_fresh_four", "void", "float* to, const float* from",
     "float4 x = __ldcg((const float4*)from); to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;",
 )
 """Four f32 that another CTA of this launch has written, from an address that is a multiple of 16."""

@@ -19,26 +19,21 @@ from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
-    arrived_last,
     await_previous,
     copy16,
     copy16_once,
     exp2,
     let_next_start,
-    load_four,
     load_pair,
-    load_shared_float,
     log2,
     quad_max,
     quad_sum,
     shuffle,
     store_two,
     store_word,
-    strided,
     tanh,
 )
 from tilewright.schedules.paged_attention.definition import (
-    ITEM_COLUMNS,
     KV_BEGIN,
     KV_LEN,
     PART,
@@ -54,28 +49,17 @@ from tilewright.schedules.paged_attention.definition import (
     visible_bounds,
 )
 from tilewright.schedules.spaces import PROGRAMMATIC
+from tilewright.schedules.spaces.cuda_decode_parts import MMA_TYPE, join_pieces, parameters, pitch, place
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
 TILE = 16  # keys of a tile: the depth of one mma
-# Columns of an item that decode has for itself: the first and the number of the pieces of its row, and 1 + the number of
-# the row's counter, 0 where the merge kernel joins them.
-FIRST_PIECE, PIECES, COUNTER = 6, 7, 9
-MOST_GROUP = 16
-JOINED = 8  # partial states that the last CTA of a row has under way at a time
-MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+ROWS = 16  # query heads of a CTA
 
 
-def pitch(dim: int) -> int:
-    """Elements from one row of a tile in shared memory to the next."""
-    return dim if dim % 64 == 0 else dim + 8
-
-
-def place(row: tirx.Expr, chunk: tirx.Expr, dim: int) -> tirx.Expr:
-    """Where the 16-byte chunk of a row lies in a tile, in elements: eight rows' chunks never share a bank."""
-    if dim % 64 == 0:
-        return row * dim + (chunk ^ (row % 8)) * 8
-    return row * pitch(dim) + chunk * 8
+def blocks(workload: Workload) -> int:
+    """CTAs of an item and KV head."""
+    return -(-workload.group // ROWS)
 
 
 def ring_elements(workload: Workload, warps: int, stages: int) -> int:
@@ -92,6 +76,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         hopper: whether the merge that follows may start early.
     """
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
+    M = min(G, ROWS)
+    HB = blocks(workload)
     NW, NST = decisions["warps"], decisions["stages"]
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{MMA_TYPE[workload.dtype]}.{MMA_TYPE[workload.dtype]}.f32"
@@ -100,7 +86,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     STAGE = TILE * (KROW + VROW)
     KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
     THREADS = 32 * NW
-    RING = max(NW * NST * STAGE, 2 * NW * G * Dv + 4 * NW * G if NW > 1 else 0)
+    RING = max(NW * NST * STAGE, 2 * NW * M * Dv + 4 * NW * M if NW > 1 else 0)
     NEG = float("-inf")
     copy = copy16_once if decisions.get("hint", 0) else copy16
     early = decisions.get("early", 1) if hopper else 0
@@ -126,101 +112,31 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         lookahead: T.int32,
     ):
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early > 0})
-        tokens, heads, slots, table_rows, table_columns, requests, W, partials = (
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
+        p = T.meta_var(
+            parameters(
+                workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
+                part_lse_,
+            )
         )
-        q0, q1, k0, k1, v0, v1, o0, o1, l0, l1, t0, t1, i0, s0 = (
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-        )
-        q = T.match_buffer(
-            q_,
-            (tokens, heads * G, D),
-            dtype,
-            strides=(q0, q1, 1),
-            align=4,
-            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
-        )
-        k_buffer = T.match_buffer(
-            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
-        )
-        v_buffer = T.match_buffer(
-            v_,
-            (slots, heads, Dv),
-            dtype,
-            strides=(v0, v1, 1),
-            align=16,
-            layout=strided((slots, heads, Dv), (v0, v1, 1)),
-        )
-        req_to_token = T.match_buffer(
-            req_to_token_,
-            (table_rows, table_columns),
-            "int32",
-            strides=(t0, t1),
-            align=4,
-            layout=strided((table_rows, table_columns), (t0, t1)),
-        )
-        req_pool_indices = T.match_buffer(
-            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
-        )
-        kv_start = T.match_buffer(
-            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
-        )
-        items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
-        sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
-        out = T.match_buffer(
-            out_,
-            (tokens, heads * G, Dv),
-            dtype,
-            strides=(o0, o1, 1),
-            align=4,
-            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
-        )
-        lse = T.match_buffer(
-            lse_,
-            (tokens, heads * G),
-            "float32",
-            strides=(l0, l1),
-            align=4,
-            layout=strided((tokens, heads * G), (l0, l1)),
-        )
-        part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
-        part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
         T.device_entry()
-        hk, w = T.cta_id([T.Cast("int32", heads), T.Cast("int32", W)])
+        block, w = T.cta_id([T.Cast("int32", p.heads) * HB, T.Cast("int32", p.W)])
         tx = T.thread_id([THREADS])
         ring = T.alloc_buffer((RING,), dtype, scope="shared.dyn", align=1024)
         if early == 2:
             let_next_start()
         if early > 0:
             await_previous()
-        if items[w, Q_LEN] > 0:
-            q_row: T.int32 = items[w, Q_ROW]
-            part: T.int32 = items[w, PART]
-            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(items[w, POS], end, window, lookahead)[0] + 1)
-            keys: T.int32 = visible_bounds(items[w, POS], end, window, lookahead)[1] + 1 - first
-            table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-            column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]]) + T.Cast("int64", first)
+        if p.items[w, Q_LEN] > 0:
+            hk: T.int32 = block // HB
+            head: T.int32 = hk * G + block % HB * ROWS  # the CTA's first query head
+            have: T.int32 = T.min(G - block % HB * ROWS, ROWS)
+            q_row: T.int32 = p.items[w, Q_ROW]
+            part: T.int32 = p.items[w, PART]
+            end: T.int32 = p.items[w, KV_BEGIN] + p.items[w, KV_LEN]
+            first: T.int32 = T.max(p.items[w, KV_BEGIN], visible_bounds(p.items[w, POS], end, window, lookahead)[0] + 1)
+            keys: T.int32 = visible_bounds(p.items[w, POS], end, window, lookahead)[1] + 1 - first
+            table_row: T.int64 = T.Cast("int64", p.req_pool_indices[p.items[w, REQUEST]])
+            column: T.int64 = T.Cast("int64", p.kv_start[p.items[w, REQUEST]]) + T.Cast("int64", first)
             warp: T.int32 = tx // 32
             lane: T.int32 = tx % 32
             tiles: T.int32 = (T.max(keys, 0) + (TILE - 1)) // TILE
@@ -239,7 +155,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             shift = T.alloc_local([2], "float32")
             keep = T.alloc_local([2], "float32")
             slot = T.alloc_local([2], "int32")  # of the keys of two tiles each, one for each lane
-            rows = T.alloc_local([TILE * max(KC, VC) // 32], "int32")
+            rows = T.alloc_local([TILE // 4], "int32")
             for h in T.unroll(2):
                 m[h] = T.float32(NEG)
                 l[h] = T.float32(0)
@@ -251,14 +167,14 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 for e in T.unroll(2):
                     for h in T.unroll(2):
                         Q[kk * 4 + e * 2 + h] = T.uint32(0)
-                        if h * 8 + lane // 4 < G:
+                        if h * 8 + lane // 4 < have:
                             Q[kk * 4 + e * 2 + h] = load_pair(
-                                q.ptr_to([q_row, hk * G + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
+                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
                             )
 
             @T.inline
             def look_up(i, pair):
-                slot[i] = req_to_token[
+                slot[i] = p.req_to_token[
                     table_row,
                     column
                     + T.Cast("int64", T.min(((pair * 2 + lane // 16) * NW + warp) * TILE + lane % 16, keys - 1)),
@@ -267,30 +183,36 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             @T.inline
             def gather(n):
                 if n < mine:
-                    # All rows before the first copy: a shuffle between copies would make each wait for the one before.
-                    for i in T.unroll(TILE * KC // 32):
-                        rows[i] = shuffle(slot[0], n % 2 * 16 + (i * 32 + lane) // KC)
-                    for i in T.unroll(TILE * KC // 32):
-                        copy(
-                            ring.ptr_to(
-                                [(warp * NST + n % NST) * STAGE + place((i * 32 + lane) // KC, (i * 32 + lane) % KC, D)]
-                            ),
-                            k_buffer.ptr_to([T.Cast("int64", rows[i]), hk, ((i * 32 + lane) % KC) * 8]),
-                        )
-                    if KC != VC:
-                        for i in T.unroll(TILE * VC // 32):
-                            rows[i] = shuffle(slot[0], n % 2 * 16 + (i * 32 + lane) // VC)
-                    for i in T.unroll(TILE * VC // 32):
-                        copy(
-                            ring.ptr_to(
-                                [
-                                    (warp * NST + n % NST) * STAGE
-                                    + TILE * KROW
-                                    + place((i * 32 + lane) // VC, (i * 32 + lane) % VC, Dv)
-                                ]
-                            ),
-                            v_buffer.ptr_to([T.Cast("int64", rows[i]), hk, ((i * 32 + lane) % VC) * 8]),
-                        )
+                    # Eight lanes a row: whole lines, and all copies of a row at constant distances.
+                    for r in T.unroll(TILE // 4):
+                        rows[r] = shuffle(slot[0], n % 2 * TILE + r * 4 + lane // 8)
+                    for r in T.unroll(TILE // 4):
+                        for i in T.unroll((KC + 7) // 8):
+                            if T.Or(T.bool(KC % 8 == 0), i * 8 + lane % 8 < KC):
+                                copy(
+                                    ring.ptr_to(
+                                        [
+                                            (warp * NST + n % NST) * STAGE
+                                            + place(r * 4 + lane // 8, lane % 8, D)
+                                            + i * 64
+                                        ]
+                                    ),
+                                    p.k_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                )
+                    for r in T.unroll(TILE // 4):
+                        for i in T.unroll((VC + 7) // 8):
+                            if T.Or(T.bool(VC % 8 == 0), i * 8 + lane % 8 < VC):
+                                copy(
+                                    ring.ptr_to(
+                                        [
+                                            (warp * NST + n % NST) * STAGE
+                                            + TILE * KROW
+                                            + place(r * 4 + lane // 8, lane % 8, Dv)
+                                            + i * 64
+                                        ]
+                                    ),
+                                    p.v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                )
                     if n % 2 == 1:
                         slot[0] = slot[1]
                         look_up(1, n // 2 + 2)
@@ -383,39 +305,39 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 keep[0] = normaliser(
                     maximum,
                     total,
-                    T.Select(part < 0, sinks[hk * G + row] * T.float32(LOG2_E), T.float32(NEG)),
+                    T.Select(part < 0, p.sinks[head + row] * T.float32(LOG2_E), T.float32(NEG)),
                     exp2,
                 )
                 keep[1] = natural_lse(maximum, total, log2)
 
             if NW == 1:
                 for h in T.unroll(HALVES):
-                    if h * 8 + lane // 4 < G:
+                    if h * 8 + lane // 4 < have:
                         finish(h * 8 + lane // 4, m[h], l[h])
                         if part < 0:
                             for i in T.unroll(Dv // 8):
                                 store_word(
-                                    out.ptr_to([q_row, hk * G + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
+                                    p.out.ptr_to([q_row, head + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
                                     pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
                                 )
                             if lane % 4 == 0:
-                                lse[q_row, hk * G + h * 8 + lane // 4] = keep[1]
+                                p.lse[q_row, head + h * 8 + lane // 4] = keep[1]
                         else:
                             for i in T.unroll(Dv // 8):
                                 store_two(
-                                    part_o.ptr_to([part, hk * G + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
+                                    p.part_o.ptr_to([part, head + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
                                     O[i * 4 + h * 2] * keep[0],
                                     O[i * 4 + h * 2 + 1] * keep[0],
                                 )
                             if lane % 4 == 0:
-                                part_lse[part, hk * G + h * 8 + lane // 4] = keep[1]
+                                p.part_lse[part, head + h * 8 + lane // 4] = keep[1]
             else:
                 # The rings are read no more: the warps' states take their place.
-                states = T.decl_buffer((NW, G, Dv), "float32", data=ring.data, scope="shared.dyn")
-                sums = T.decl_buffer((NW, G, 2), "float32", data=ring.data, elem_offset=NW * G * Dv, scope="shared.dyn")
+                states = T.decl_buffer((NW, M, Dv), "float32", data=ring.data, scope="shared.dyn")
+                sums = T.decl_buffer((NW, M, 2), "float32", data=ring.data, elem_offset=NW * M * Dv, scope="shared.dyn")
                 T.cuda.cta_sync()
                 for h in T.unroll(HALVES):
-                    if h * 8 + lane // 4 < G:
+                    if h * 8 + lane // 4 < have:
                         for i in T.unroll(Dv // 8):
                             for e in T.unroll(2):
                                 states[warp, h * 8 + lane // 4, i * 8 + (lane % 4) * 2 + e] = O[i * 4 + h * 2 + e]
@@ -423,8 +345,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             sums[warp, h * 8 + lane // 4, 0] = m[h]
                             sums[warp, h * 8 + lane // 4, 1] = l[h]
                 T.cuda.cta_sync()
-                for i in T.serial((G * Dv // 2 + THREADS - 1) // THREADS):
-                    if i * THREADS + tx < G * Dv // 2:
+                for i in T.serial((have * (Dv // 2) + THREADS - 1) // THREADS):
+                    if i * THREADS + tx < have * (Dv // 2):
                         row: T.int32 = (i * THREADS + tx) // (Dv // 2)
                         e: T.int32 = (i * THREADS + tx) % (Dv // 2) * 2
                         top[0] = T.float32(NEG)
@@ -440,61 +362,13 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             O[1] = O[1] + states[x, row, e + 1] * shift[0]
                         finish(row, top[0], top[1])
                         if part < 0:
-                            store_word(out.ptr_to([q_row, hk * G + row, e]), pack(O[0] * keep[0], O[1] * keep[0]))
+                            store_word(p.out.ptr_to([q_row, head + row, e]), pack(O[0] * keep[0], O[1] * keep[0]))
                             if e == 0:
-                                lse[q_row, hk * G + row] = keep[1]
+                                p.lse[q_row, head + row] = keep[1]
                         else:
-                            store_two(part_o.ptr_to([part, hk * G + row, e]), O[0] * keep[0], O[1] * keep[0])
+                            store_two(p.part_o.ptr_to([part, head + row, e]), O[0] * keep[0], O[1] * keep[0])
                             if e == 0:
-                                part_lse[part, hk * G + row] = keep[1]
-            if items[w, COUNTER] > 0:
-                first_part: T.int32 = items[w, FIRST_PIECE]
-                pieces: T.int32 = items[w, PIECES]
-                if arrived_last(part_lse.ptr_to([partials - items[w, COUNTER], hk * G]), pieces) != 0:
-                    weight = T.alloc_local([JOINED], "float32")
-                    values = T.alloc_local([4 * JOINED], "float32")
-                    for i in T.serial((G * Dv // 4 + THREADS - 1) // THREADS):
-                        if i * THREADS + tx < G * Dv // 4:
-                            row: T.int32 = (i * THREADS + tx) // (Dv // 4)
-                            e: T.int32 = (i * THREADS + tx) % (Dv // 4) * 4
-                            m[0] = T.float32(NEG)
-                            l[0] = T.float32(0)
-                            for x in T.unroll(4):
-                                O[x] = T.float32(0)
-                            for c in T.serial((pieces + (JOINED - 1)) // JOINED):
-                                for n in T.unroll(JOINED):
-                                    weight[n] = load_shared_float(part_lse.ptr_to(
-                                        [first_part + T.min(c * JOINED + n, pieces - 1), hk * G + row]
-                                    )) * T.float32(LOG2_E)
-                                    load_four(
-                                        values.ptr_to([4 * n]),
-                                        part_o.ptr_to(
-                                            [first_part + T.min(c * JOINED + n, pieces - 1), hk * G + row, e]
-                                        ),
-                                    )
-                                top[0] = m[0]
-                                for n in T.unroll(JOINED):
-                                    if c * JOINED + n >= pieces:
-                                        weight[n] = T.float32(NEG)
-                                    top[0] = T.max(top[0], weight[n])
-                                shift[0] = finite_or_zero(top[0])
-                                keep[0] = exp2(m[0] - shift[0])
-                                m[0] = top[0]
-                                l[0] = l[0] * keep[0]
-                                for x in T.unroll(4):
-                                    O[x] = O[x] * keep[0]
-                                for n in T.unroll(JOINED):
-                                    weight[n] = exp2(weight[n] - shift[0])
-                                    l[0] = l[0] + weight[n]
-                                    for x in T.unroll(4):
-                                        O[x] = O[x] + weight[n] * values[4 * n + x]
-                            keep[0] = normaliser(m[0], l[0], sinks[hk * G + row] * T.float32(LOG2_E), exp2)
-                            for x in T.unroll(2):
-                                store_word(
-                                    out.ptr_to([q_row, hk * G + row, e + 2 * x]),
-                                    pack(O[2 * x] * keep[0], O[2 * x + 1] * keep[0]),
-                                )
-                            if e == 0:
-                                lse[q_row, hk * G + row] = natural_lse(m[0], l[0], log2)
+                                p.part_lse[part, head + row] = keep[1]
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
 
     return paged_decode

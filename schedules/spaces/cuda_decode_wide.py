@@ -18,26 +18,21 @@ from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
-    arrived_last,
     await_previous,
     copy16,
     copy16_once,
     exp2,
     let_next_start,
-    load_four,
     load_pair,
-    load_shared_float,
     log2,
     quad_max,
     quad_sum,
     shuffle,
     store_two,
     store_word,
-    strided,
     tanh,
 )
 from tilewright.schedules.paged_attention.definition import (
-    ITEM_COLUMNS,
     KV_BEGIN,
     KV_LEN,
     PART,
@@ -53,15 +48,7 @@ from tilewright.schedules.paged_attention.definition import (
     visible_bounds,
 )
 from tilewright.schedules.spaces import PROGRAMMATIC
-from tilewright.schedules.spaces.cuda_decode import (
-    COUNTER,
-    FIRST_PIECE,
-    JOINED,
-    MMA_TYPE,
-    PIECES,
-    pitch,
-    place,
-)
+from tilewright.schedules.spaces.cuda_decode_parts import MMA_TYPE, join_pieces, parameters, pitch, place
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
@@ -105,7 +92,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     EVEN = Dv % (16 * NW) == 0
     STEPS = D // 16
     THREADS = 32 * NW
-    VIEWABLE = Dv <= D
     P_AT = NST * STAGE
     NEG = float("-inf")
 
@@ -130,115 +116,35 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         lookahead: T.int32,
     ):
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early > 0})
-        tokens, heads, slots, table_rows, table_columns, requests, W, partials = (
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
+        p = T.meta_var(
+            parameters(
+                workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
+                part_lse_,
+            )
         )
-        q0, q1, k0, k1, v0, v1, o0, o1, l0, l1, t0, t1, i0, s0 = (
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-            T.int64(),
-        )
-        q = T.match_buffer(
-            q_,
-            (tokens, heads * G, D),
-            dtype,
-            strides=(q0, q1, 1),
-            align=4,
-            layout=strided((tokens, heads * G, D), (q0, q1, 1)),
-        )
-        k_buffer = T.match_buffer(
-            k_, (slots, heads, D), dtype, strides=(k0, k1, 1), align=16, layout=strided((slots, heads, D), (k0, k1, 1))
-        )
-        v_buffer = T.match_buffer(
-            v_,
-            (slots, heads, Dv),
-            dtype,
-            strides=(v0, v1, 1),
-            align=16,
-            layout=strided((slots, heads, Dv), (v0, v1, 1)),
-        )
-        req_to_token = T.match_buffer(
-            req_to_token_,
-            (table_rows, table_columns),
-            "int32",
-            strides=(t0, t1),
-            align=4,
-            layout=strided((table_rows, table_columns), (t0, t1)),
-        )
-        req_pool_indices = T.match_buffer(
-            req_pool_indices_, (requests,), "int32", strides=(i0,), align=4, layout=strided((requests,), (i0,))
-        )
-        kv_start = T.match_buffer(
-            kv_start_, (requests,), "int32", strides=(s0,), align=4, layout=strided((requests,), (s0,))
-        )
-        items = T.match_buffer(items_, (W, ITEM_COLUMNS), "int32", align=4)
-        sinks = T.match_buffer(sinks_, (heads * G,), "float32", align=4)
-        out = T.match_buffer(
-            out_,
-            (tokens, heads * G, Dv),
-            dtype,
-            strides=(o0, o1, 1),
-            align=4,
-            layout=strided((tokens, heads * G, Dv), (o0, o1, 1)),
-        )
-        lse = T.match_buffer(
-            lse_,
-            (tokens, heads * G),
-            "float32",
-            strides=(l0, l1),
-            align=4,
-            layout=strided((tokens, heads * G), (l0, l1)),
-        )
-        part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
-        part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
         T.device_entry()
-        block, w = T.cta_id([T.Cast("int32", heads) * HB, T.Cast("int32", W)])
+        block, w = T.cta_id([T.Cast("int32", p.heads) * HB, T.Cast("int32", p.W)])
         tx = T.thread_id([THREADS])
         ring = T.alloc_buffer((shared_elements(workload, NST),), dtype, scope="shared.dyn", align=1024)
         if early == 2:
             let_next_start()
         if early > 0:
             await_previous()
-        if items[w, Q_LEN] > 0:
+        if p.items[w, Q_LEN] > 0:
             hk: T.int32 = block // HB
             head: T.int32 = hk * G + block % HB * ROWS  # the CTA's first query head
             have: T.int32 = T.min(G - block % HB * ROWS, ROWS)
-            q_row: T.int32 = items[w, Q_ROW]
-            part: T.int32 = items[w, PART]
-            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(items[w, POS], end, window, lookahead)[0] + 1)
-            keys: T.int32 = visible_bounds(items[w, POS], end, window, lookahead)[1] + 1 - first
-            table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-            column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]]) + T.Cast("int64", first)
+            q_row: T.int32 = p.items[w, Q_ROW]
+            part: T.int32 = p.items[w, PART]
+            end: T.int32 = p.items[w, KV_BEGIN] + p.items[w, KV_LEN]
+            first: T.int32 = T.max(p.items[w, KV_BEGIN], visible_bounds(p.items[w, POS], end, window, lookahead)[0] + 1)
+            keys: T.int32 = visible_bounds(p.items[w, POS], end, window, lookahead)[1] + 1 - first
+            table_row: T.int64 = T.Cast("int64", p.req_pool_indices[p.items[w, REQUEST]])
+            column: T.int64 = T.Cast("int64", p.kv_start[p.items[w, REQUEST]]) + T.Cast("int64", first)
             warp: T.int32 = tx // 32
             lane: T.int32 = tx % 32
             # Tiles of the ring that one tile of keys takes: one where the values are the keys' first columns.
-            apart: T.int32 = T.if_then_else(
-                T.And(
-                    T.And(T.bool(VIEWABLE), T.reinterpret("int64", k_buffer.data) == T.reinterpret("int64", v_buffer.data)),
-                    T.And(k0 == v0, T.Or(k1 == v1, heads == 1)),
-                ),
-                0,
-                1,
-            )
+            apart: T.int32 = T.if_then_else(p.viewed, 0, 1)
             loads: T.int32 = ((T.max(keys, 0) + (TILE - 1)) // TILE) << apart
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
             factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
@@ -275,12 +181,12 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         Q[kk * 4 + e * 2 + h] = T.uint32(0)
                         if h * 8 + lane // 4 < have:
                             Q[kk * 4 + e * 2 + h] = load_pair(
-                                q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
+                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
                             )
 
             @T.inline
             def look_up(i, four):
-                slot[i] = req_to_token[
+                slot[i] = p.req_to_token[
                     table_row,
                     column + T.Cast("int64", T.min((four * 4 + lane // 8) * TILE + warp * 8 + lane % 8, keys - 1)),
                 ]
@@ -304,7 +210,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                                 + i * 64
                                             ]
                                         ),
-                                        k_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                        p.k_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
                                     )
                     else:
                         for r in T.unroll(2):
@@ -319,7 +225,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                                 + i * 64
                                             ]
                                         ),
-                                        v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                        p.v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
                                     )
                     if j & apart == apart:
                         if (j >> apart) % 4 == 3:
@@ -465,7 +371,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         m[h],
                         l[h],
                         T.Select(
-                            part < 0, sinks[head + h * 8 + lane // 4] * T.float32(LOG2_E), T.float32(NEG)
+                            part < 0, p.sinks[head + h * 8 + lane // 4] * T.float32(LOG2_E), T.float32(NEG)
                         ),
                         exp2,
                     )
@@ -474,7 +380,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         if T.Or(T.bool(EVEN), warp * COLUMNS + i // 2 < Dv // 16):
                             if part < 0:
                                 store_word(
-                                    out.ptr_to(
+                                    p.out.ptr_to(
                                         [
                                             q_row,
                                             head + h * 8 + lane // 4,
@@ -485,7 +391,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                 )
                             else:
                                 store_two(
-                                    part_o.ptr_to(
+                                    p.part_o.ptr_to(
                                         [
                                             part,
                                             head + h * 8 + lane // 4,
@@ -497,55 +403,9 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                 )
                     if T.And(warp == 0, lane % 4 == 0):
                         if part < 0:
-                            lse[q_row, head + h * 8 + lane // 4] = keep[1]
+                            p.lse[q_row, head + h * 8 + lane // 4] = keep[1]
                         else:
-                            part_lse[part, head + h * 8 + lane // 4] = keep[1]
-            if items[w, COUNTER] > 0:
-                first_part: T.int32 = items[w, FIRST_PIECE]
-                pieces: T.int32 = items[w, PIECES]
-                if arrived_last(part_lse.ptr_to([partials - items[w, COUNTER], head]), pieces) != 0:
-                    weight = T.alloc_local([JOINED], "float32")
-                    values = T.alloc_local([4 * JOINED], "float32")
-                    for i in T.serial((have * (Dv // 4) + THREADS - 1) // THREADS):
-                        if i * THREADS + tx < have * (Dv // 4):
-                            row: T.int32 = head + (i * THREADS + tx) // (Dv // 4)
-                            e: T.int32 = (i * THREADS + tx) % (Dv // 4) * 4
-                            m[0] = T.float32(NEG)
-                            l[0] = T.float32(0)
-                            for x in T.unroll(4):
-                                O[x] = T.float32(0)
-                            for c in T.serial((pieces + (JOINED - 1)) // JOINED):
-                                for n in T.unroll(JOINED):
-                                    weight[n] = load_shared_float(
-                                        part_lse.ptr_to([first_part + T.min(c * JOINED + n, pieces - 1), row])
-                                    ) * T.float32(LOG2_E)
-                                    load_four(
-                                        values.ptr_to([4 * n]),
-                                        part_o.ptr_to([first_part + T.min(c * JOINED + n, pieces - 1), row, e]),
-                                    )
-                                top[0] = m[0]
-                                for n in T.unroll(JOINED):
-                                    if c * JOINED + n >= pieces:
-                                        weight[n] = T.float32(NEG)
-                                    top[0] = T.max(top[0], weight[n])
-                                shift[0] = finite_or_zero(top[0])
-                                keep[0] = exp2(m[0] - shift[0])
-                                m[0] = top[0]
-                                l[0] = l[0] * keep[0]
-                                for x in T.unroll(4):
-                                    O[x] = O[x] * keep[0]
-                                for n in T.unroll(JOINED):
-                                    weight[n] = exp2(weight[n] - shift[0])
-                                    l[0] = l[0] + weight[n]
-                                    for x in T.unroll(4):
-                                        O[x] = O[x] + weight[n] * values[4 * n + x]
-                            keep[0] = normaliser(m[0], l[0], sinks[row] * T.float32(LOG2_E), exp2)
-                            for x in T.unroll(2):
-                                store_word(
-                                    out.ptr_to([q_row, row, e + 2 * x]),
-                                    pack(O[2 * x] * keep[0], O[2 * x + 1] * keep[0]),
-                                )
-                            if e == 0:
-                                lse[q_row, row] = natural_lse(m[0], l[0], log2)
+                            p.part_lse[part, head + h * 8 + lane // 4] = keep[1]
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
 
     return paged_decode

@@ -56,10 +56,6 @@ def space(workload: Workload, target: Target) -> Space:
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
     """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item."""
-    if (workload.group or 0) > cuda_decode.MOST_GROUP:
-        raise UnsupportedWorkload(
-            f"{where}: group: expected at most {cuda_decode.MOST_GROUP} query heads a KV head, got {workload.group}"
-        )
     choices = {
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
