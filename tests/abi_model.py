@@ -48,7 +48,7 @@ def _softmax(scores: Tensor, values: Tensor, sink: float) -> tuple[Tensor, float
 
 def _attend(
     q, k_buffer, v_buffer, k_new, v_new, req_to_token, req_pool_indices, kv_start, items, sinks, out, lse, part_o,
-    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q, padding,
+    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q, padding, decode=False,
 ):  # fmt: skip
     tokens, hq, dim = q.shape
     slots, hk, _ = k_buffer.shape
@@ -71,10 +71,13 @@ def _attend(
     _dense(part_o, (partials, hq, dim_vo), torch.float32)
     _dense(part_lse, (partials, hq), torch.float32)
     assert partials >= 1 and len(items) >= 1
-    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, reserved in items.tolist():
+    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, counted in items.tolist():
         if padding and q_len == 0:
             continue
-        assert 1 <= q_len <= block_q and reserved == 0 and kv_begin >= 0 and kv_len >= 0
+        first, pieces = prefix, new_row
+        if decode:
+            prefix, new_row = math.inf, 0
+        assert 1 <= q_len <= block_q and (counted == 0 or (decode and padding)) and kv_begin >= 0 and kv_len >= 0
         for i in range(q_len):
             position = pos + i
             keys = [j for j in range(kv_begin, kv_begin + kv_len) if position - window < j <= position + lookahead]
@@ -104,6 +107,15 @@ def _attend(
                 else:
                     assert part + i < partials
                     part_o[part + i, h], part_lse[part + i, h] = row_out.float(), row_lse
+        if counted:  # the last piece of the row joins all
+            assert first <= part < first + pieces <= partials - counted
+            counter = part_lse.view(torch.int32)[partials - counted, :1]
+            assert 0 <= counter < pieces
+            counter += 1
+            if counter == pieces:
+                counter.zero_()
+                row = torch.tensor([[q_row, first, pieces, 1]], dtype=torch.int32)
+                merge(part_o, part_lse, row, sinks, out, lse)
 
 
 def merge(part_o, part_lse, rows, sinks, out, lse, padding=False):
@@ -180,13 +192,14 @@ class ModelStore:
 
     calls: (workload name, arguments) of every kernel call so far.
     padding: as on a GPU, padding in the lists is skipped; else there must be none.
+    joins: decode joins the pieces of a row itself, as on a GPU.
     """
 
     def __init__(
         self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True,
-        padding: bool = False,
+        padding: bool = False, joins: int = 0,
     ) -> None:  # fmt: skip
-        self.padding = padding
+        self.padding, self.joins = padding, joins
         self.plan = {"block_q": block_q, "chunk": chunk, "min_split": min_split}
         self.general, self.special = general, special
         self.calls: list[tuple[str, tuple]] = []
@@ -201,10 +214,10 @@ class ModelStore:
             raise MissingModuleError(f"{workload.name}: not in the model")
         plan = {}
         if workload.operator == "paged_decode":
-            plan = self.plan | {"block_q": 1}
+            plan = self.plan | {"block_q": 1} | ({"joins": 1} if self.joins else {})
 
             def function(q, k_buffer, v_buffer, *rest):
-                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1, padding=self.padding)
+                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1, padding=self.padding, decode=True)
 
         elif workload.operator == "paged_extend":
             plan = self.plan

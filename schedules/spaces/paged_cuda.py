@@ -81,6 +81,8 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
             "min_split": n["min_split"],
             "max_split": n["max_split"],
             "ctas": _resident(target, n["warps"], cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2),
+            "blocks": cuda_decode.blocks(workload),
+            "joins": 1,
         },
     )
 
@@ -101,6 +103,7 @@ def _wide_decode(workload: Workload, target: Target) -> Space:
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
             "block_q": 1, "chunk": cuda_decode_wide.TILE, "min_split": n["min_split"], "max_split": n["max_split"],
+            "blocks": cuda_decode_wide.blocks(workload), "joins": 1,
         },
     )
 
