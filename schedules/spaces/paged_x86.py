@@ -18,7 +18,15 @@ from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.spaces.paged_x86_fixed import schedule_general, schedule_merge, schedule_write
-from tilewright.schedules.spaces.paged_x86_loops import BUFFER, block, decompose, finish, parallel_items, vectorize_last
+from tilewright.schedules.spaces.paged_x86_loops import (
+    BUFFER,
+    block,
+    decompose,
+    finish,
+    parallel_items,
+    row_stages,
+    vectorize_last,
+)
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -57,7 +65,7 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
     sch.reorder(dim, s_key, s_row)
     sch.compute_at(block(sch, "Kf"), key_o, preserve_unit_loops=True)
     sch.compute_inline(block(sch, "Kg"))
-    for name in ("bound_lo", "bound_hi", "Qf"):
+    for name in row_stages(workload):
         sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
     sch.compute_inline(block(sch, "Qg"))
     width = tirx.const(n["qk_vectors"] * lanes, "int64")
@@ -144,7 +152,7 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     for name in ("Kf", "Kg"):
         sch.compute_inline(block(sch, name))
     sch.compute_at(block(sch, "slot"), chunk, preserve_unit_loops=True)
-    for name in ("bound_lo", "bound_hi", "Qf"):
+    for name in row_stages(workload):
         sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
     sch.compute_inline(block(sch, "Qg"))
     sch.transform_layout(block(sch, "Qf"), ("write", 0), paired, assume_injective_transform=True)
