@@ -26,7 +26,7 @@ REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, FIRST_NEW =
 ITEM_COLUMNS = 10
 # What decode has in columns of its own where a module joins pieces: the first and the number of the pieces of the
 # item's row, and 1 + the number of the row's counter.
-FIRST_PIECE, PIECES, COUNTER = PREFIX, NEW_ROW, 9
+FIRST_PIECE, PIECES, COUNTER = PREFIX, NEW_ROW, FIRST_NEW
 MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial rows
 
 # Split positions of the batch-invariant mode: multiples of so many keys (rounded up to whole blocks and chunks). Long

@@ -67,6 +67,8 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
                 Workload("write_kv", dtype),
             )
         )
+        fp8 = [Workload("paged_decode", "bf16", group, dim, dim, _KV) for dim, group in ((128, 4), (128, 8), (64, 8))]
+        everything = (*everything, *fp8, Workload("write_kv", "bf16", kv_dtype=_KV))
         return tuple(w for w in everything if w.operator != "paged_extend" or target == "cuda-sm90a")
     if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.

@@ -18,16 +18,22 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tilewright.schedules.intrinsics.cuda import (
+    HALF_PAIR,
     PACK,
+    PAIR_MAX,
     await_previous,
     copy16,
     copy16_once,
+    even_then_odd,
     exp2,
+    halves,
     let_next_start,
     load_pair,
     log2,
     quad_max,
     quad_sum,
+    range_scale,
+    range_unit,
     shuffle,
     store_two,
     store_word,
@@ -49,7 +55,14 @@ from tilewright.schedules.paged_attention.definition import (
     visible_bounds,
 )
 from tilewright.schedules.spaces import PROGRAMMATIC
-from tilewright.schedules.spaces.cuda_decode_parts import MMA_TYPE, join_pieces, parameters, pitch, place
+from tilewright.schedules.spaces.cuda_decode_parts import (
+    MMA_TYPE,
+    join_pieces,
+    parameters,
+    pitch,
+    place,
+    without_scales,
+)
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
@@ -64,30 +77,56 @@ def blocks(workload: Workload) -> int:
 
 def ring_elements(workload: Workload, warps: int, stages: int) -> int:
     """Elements of 16 bits in shared memory."""
-    return warps * stages * TILE * (pitch(workload.head_dim_qk) + pitch(workload.head_dim_vo))
+    return warps * stages * TILE * sum(pitch(dim) for dim in _row_elements(workload))
+
+
+def _row_elements(workload: Workload) -> tuple[int, int]:
+    """Elements of 16 bits in a row of keys and in one of values: two codes each where the pool is fp8."""
+    per = 2 if workload.kv_dtype else 1
+    return workload.head_dim_qk // per, workload.head_dim_vo // per
 
 
 def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> tirx.PrimFunc:
     """The kernel of docs/kernel-abi.md for one query token an item.
 
     Args:
-        workload: operator "paged_decode", 16-bit, group at most MOST_GROUP, head dims multiples of 16.
+        workload: operator "paged_decode", 16-bit, head dims multiples of 16 up to 256; the pool may be of fp8.
         decisions: `warps` of a CTA, `stages` of a warp's ring.
-        hopper: whether the merge that follows may start early.
+        hopper: whether the kernel may start beside the end of the one before and lets the next do so, and whether there
+            is an instruction that converts fp8.
     """
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
     M = min(G, ROWS)
     HB = blocks(workload)
     NW, NST = decisions["warps"], decisions["stages"]
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{MMA_TYPE[workload.dtype]}.{MMA_TYPE[workload.dtype]}.f32"
+    # Codes of fp8 are multiplied as the halves that they are exactly; queries are scaled to the range of halves.
+    FP8 = workload.kv_dtype is not None
+    kind = MMA_TYPE["fp16" if FP8 else workload.dtype]
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    pack_p = PACK["fp16"] if FP8 else pack
+    UNIT, low, high = halves(hopper)
+    pair_max, half_pair = PAIR_MAX[workload.dtype], HALF_PAIR[workload.dtype]
     HALVES = 1 if G <= 8 else 2  # eight rows each; registers of unused ones stay zero
-    KROW, VROW = pitch(D), pitch(Dv)
+    KE, VE = _row_elements(workload)
+    KROW, VROW = pitch(KE), pitch(VE)
     STAGE = TILE * (KROW + VROW)
-    KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
+    KC, VC = KE // 8, VE // 8  # 16-byte chunks of a row
+    CHUNK = 16 if FP8 else 8  # numbers of a chunk
     THREADS = 32 * NW
     RING = max(NW * NST * STAGE, 2 * NW * M * Dv + 4 * NW * M if NW > 1 else 0)
     NEG = float("-inf")
+
+    def depth(lane, e):
+        """Which two of 16 columns of a query a lane holds: the order of a dot product is free."""
+        return (lane % 4) * 4 + e * 2 if FP8 else e * 8 + (lane % 4) * 2
+
+    # A lane's pair i of neighbouring columns: the index of its first in O, from there to the other's, the column.
+    NEXT = 4 if FP8 else 1
+    first_of = (lambda i, h: i // 2 * 8 + h * 2 + i % 2) if FP8 else (lambda i, h: i * 4 + h * 2)
+    column_of = (lambda i, lane: i // 2 * 16 + (lane % 4) * 4 + i % 2 * 2) if FP8 else (
+        lambda i, lane: i * 8 + (lane % 4) * 2
+    )
     copy = copy16_once if decisions.get("hint", 0) else copy16
     early = decisions.get("early", 1) if hopper else 0
 
@@ -110,6 +149,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         scale_over_cap: T.float32,
         window: T.int32,
         lookahead: T.int32,
+        k_scale: T.float32,
+        v_scale: T.float32,
     ):
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early > 0})
         p = T.meta_var(
@@ -143,12 +184,14 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             mine: T.int32 = (tiles - warp + (NW - 1)) // NW
             # A call whose logits are not a positive multiple of the products has them transformed first.
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
-            factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
+            factor = T.alloc_local([2], "float32")  # of a row's products, whose logits are in units of it
+            unit = T.alloc_local([2], "float32")  # of a row's products
             Q = T.alloc_local([D // 4], "uint32")
             S = T.alloc_local([8], "float32")
             O = T.alloc_local([Dv // 2], "float32")
             B = T.alloc_local([4], "uint32")
             P = T.alloc_local([4], "uint32")
+            H = T.alloc_local([2], "uint32")
             m = T.alloc_local([2], "float32")
             l = T.alloc_local([2], "float32")
             top = T.alloc_local([2], "float32")
@@ -169,8 +212,19 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         Q[kk * 4 + e * 2 + h] = T.uint32(0)
                         if h * 8 + lane // 4 < have:
                             Q[kk * 4 + e * 2 + h] = load_pair(
-                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
+                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + depth(lane, e)])
                             )
+            for h in T.unroll(2):
+                unit[h] = T.float32(1)
+                if FP8:
+                    top[h] = T.float32(0)
+                    for i in T.unroll(D // 8):
+                        top[h] = pair_max(top[h], Q[i * 2 + h])
+                    top[h] = quad_max(top[h])
+                    for i in T.unroll(D // 8):
+                        Q[i * 2 + h] = half_pair(Q[i * 2 + h], range_scale(top[h]))
+                    unit[h] = range_unit(top[h]) * k_scale * T.float32(UNIT)
+                factor[h] = T.Select(plain, scale_log2 * unit[h], T.float32(1))
 
             @T.inline
             def look_up(i, pair):
@@ -193,11 +247,11 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                     ring.ptr_to(
                                         [
                                             (warp * NST + n % NST) * STAGE
-                                            + place(r * 4 + lane // 8, lane % 8, D)
+                                            + place(r * 4 + lane // 8, lane % 8, KE)
                                             + i * 64
                                         ]
                                     ),
-                                    p.k_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                    p.k_buffer.ptr_to([T.Cast("int64", rows[r]), hk, (lane % 8 + i * 8) * CHUNK]),
                                 )
                     for r in T.unroll(TILE // 4):
                         for i in T.unroll((VC + 7) // 8):
@@ -207,11 +261,11 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                         [
                                             (warp * NST + n % NST) * STAGE
                                             + TILE * KROW
-                                            + place(r * 4 + lane // 8, lane % 8, Dv)
+                                            + place(r * 4 + lane // 8, lane % 8, VE)
                                             + i * 64
                                         ]
                                     ),
-                                    p.v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
+                                    p.v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, (lane % 8 + i * 8) * CHUNK]),
                                 )
                     if n % 2 == 1:
                         slot[0] = slot[1]
@@ -231,26 +285,48 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 tile: T.int32 = (warp * NST + n % NST) * STAGE
                 for i in T.unroll(8):
                     S[i] = T.float32(0)
-                for kk in T.unroll(D // 16):
+                for kk in T.unroll((KC + 1) // 2):
                     T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
                         B[0],
                         B[1],
                         B[2],
                         B[3],
-                        ring.ptr_to([tile + place((lane // 16) * 8 + lane % 8, kk * 2 + (lane // 8) % 2, D)]),
+                        ring.ptr_to(
+                            [
+                                tile
+                                + place(
+                                    (lane // 16) * 8 + lane % 8, T.min(kk * 2 + (lane // 8) % 2, KC - 1), KE
+                                )
+                            ]
+                        ),
                     )
                     for nb in T.unroll(2):
-                        T.ptx[mma](
-                            *[S[nb * 4 + i] for i in range(4)],
-                            *[Q[kk * 4 + i] for i in (0, 1, 2, 3)],
-                            B[nb * 2],
-                            B[nb * 2 + 1],
-                            *[S[nb * 4 + i] for i in range(4)],
-                        )
+                        if FP8:
+                            for c in T.unroll(2):
+                                if kk * 2 + c < KC:
+                                    H[0] = low(B[nb * 2 + c])
+                                    H[1] = high(B[nb * 2 + c])
+                                    T.ptx[mma](
+                                        *[S[nb * 4 + i] for i in range(4)],
+                                        *[Q[(kk * 2 + c) * 4 + i] for i in (0, 1, 2, 3)],
+                                        H[0],
+                                        H[1],
+                                        *[S[nb * 4 + i] for i in range(4)],
+                                    )
+                        else:
+                            T.ptx[mma](
+                                *[S[nb * 4 + i] for i in range(4)],
+                                *[Q[kk * 4 + i] for i in (0, 1, 2, 3)],
+                                B[nb * 2],
+                                B[nb * 2 + 1],
+                                *[S[nb * 4 + i] for i in range(4)],
+                            )
                 if T.Not(plain):
                     for nb in T.unroll(2):
                         for e in T.unroll(2 * HALVES):
-                            S[nb * 4 + e] = score(S[nb * 4 + e], scale_log2, cap_log2, scale_over_cap, tanh)
+                            S[nb * 4 + e] = score(
+                                S[nb * 4 + e] * unit[e // 2], scale_log2, cap_log2, scale_over_cap, tanh
+                            )
                 offset: T.int32 = (n * NW + warp) * TILE + (lane % 4) * 2
                 if (n * NW + warp) * TILE + TILE > keys:
                     for nb in T.unroll(2):
@@ -260,45 +336,70 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     top[h] = quad_max(
                         T.max(T.max(m[h], T.max(S[h * 2], S[h * 2 + 1])), T.max(S[4 + h * 2], S[4 + h * 2 + 1]))
                     )
-                    shift[h] = finite_or_zero(top[h]) * factor
-                    keep[h] = exp2(m[h] * factor - shift[h])
+                    shift[h] = finite_or_zero(top[h]) * factor[h]
+                    keep[h] = exp2(m[h] * factor[h] - shift[h])
                     m[h] = top[h]
                     l[h] = l[h] * keep[h]
                     for nb in T.unroll(2):
                         for e in T.unroll(2):
-                            S[nb * 4 + h * 2 + e] = exp2(S[nb * 4 + h * 2 + e] * factor - shift[h])
+                            S[nb * 4 + h * 2 + e] = exp2(S[nb * 4 + h * 2 + e] * factor[h] - shift[h])
                             l[h] = l[h] + S[nb * 4 + h * 2 + e]
-                        P[nb * 2 + h] = pack(S[nb * 4 + h * 2], S[nb * 4 + h * 2 + 1])
+                        P[nb * 2 + h] = pack_p(S[nb * 4 + h * 2], S[nb * 4 + h * 2 + 1])
                     for i in T.unroll(Dv // 8):
                         O[i * 4 + h * 2] = O[i * 4 + h * 2] * keep[h]
                         O[i * 4 + h * 2 + 1] = O[i * 4 + h * 2 + 1] * keep[h]
-                for jj in T.unroll(Dv // 16):
+                for jj in T.unroll((VC + 1) // 2):
                     T.ptx["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"](
                         B[0],
                         B[1],
                         B[2],
                         B[3],
                         ring.ptr_to(
-                            [tile + TILE * KROW + place(((lane // 8) % 2) * 8 + lane % 8, jj * 2 + lane // 16, Dv)]
+                            [
+                                tile
+                                + TILE * KROW
+                                + place(
+                                    ((lane // 8) % 2) * 8 + lane % 8, T.min(jj * 2 + lane // 16, VC - 1), VE
+                                )
+                            ]
                         ),
                     )
                     for nb in T.unroll(2):
-                        T.ptx[mma](
-                            *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
-                            P[0],
-                            P[1],
-                            P[2],
-                            P[3],
-                            B[nb * 2],
-                            B[nb * 2 + 1],
-                            *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
-                        )
+                        if FP8:
+                            # A chunk holds 16 columns: the even ones are a product, and the odd ones.
+                            if jj * 2 + nb < VC:
+                                for e in T.unroll(2):
+                                    B[nb * 2 + e] = even_then_odd(B[nb * 2 + e])
+                                for c in T.unroll(2):
+                                    for e in T.unroll(2):
+                                        H[e] = low(B[nb * 2 + e]) if c == 0 else high(B[nb * 2 + e])
+                                    T.ptx[mma](
+                                        *[O[((jj * 2 + nb) * 2 + c) * 4 + i] for i in range(4)],
+                                        P[0],
+                                        P[1],
+                                        P[2],
+                                        P[3],
+                                        H[0],
+                                        H[1],
+                                        *[O[((jj * 2 + nb) * 2 + c) * 4 + i] for i in range(4)],
+                                    )
+                        else:
+                            T.ptx[mma](
+                                *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
+                                P[0],
+                                P[1],
+                                P[2],
+                                P[3],
+                                B[nb * 2],
+                                B[nb * 2 + 1],
+                                *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
+                            )
             T.ptx.cp.async_.wait_all()
             if hopper and early < 2:
                 let_next_start()
             for h in T.unroll(HALVES):
                 l[h] = quad_sum(l[h])
-                m[h] = m[h] * factor  # base-2 logits from here on
+                m[h] = m[h] * factor[h]  # base-2 logits from here on
 
             @T.inline
             def finish(row, maximum, total):
@@ -307,7 +408,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     total,
                     T.Select(part < 0, p.sinks[head + row] * T.float32(LOG2_E), T.float32(NEG)),
                     exp2,
-                )
+                ) * (v_scale * T.float32(UNIT) if FP8 else T.float32(1))
                 keep[1] = natural_lse(maximum, total, log2)
 
             if NW == 1:
@@ -317,17 +418,17 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         if part < 0:
                             for i in T.unroll(Dv // 8):
                                 store_word(
-                                    p.out.ptr_to([q_row, head + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
-                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
+                                    p.out.ptr_to([q_row, head + h * 8 + lane // 4, column_of(i, lane)]),
+                                    pack(O[first_of(i, h)] * keep[0], O[first_of(i, h) + NEXT] * keep[0]),
                                 )
                             if lane % 4 == 0:
                                 p.lse[q_row, head + h * 8 + lane // 4] = keep[1]
                         else:
                             for i in T.unroll(Dv // 8):
                                 store_two(
-                                    p.part_o.ptr_to([part, head + h * 8 + lane // 4, i * 8 + (lane % 4) * 2]),
-                                    O[i * 4 + h * 2] * keep[0],
-                                    O[i * 4 + h * 2 + 1] * keep[0],
+                                    p.part_o.ptr_to([part, head + h * 8 + lane // 4, column_of(i, lane)]),
+                                    O[first_of(i, h)] * keep[0],
+                                    O[first_of(i, h) + NEXT] * keep[0],
                                 )
                             if lane % 4 == 0:
                                 p.part_lse[part, head + h * 8 + lane // 4] = keep[1]
@@ -340,7 +441,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     if h * 8 + lane // 4 < have:
                         for i in T.unroll(Dv // 8):
                             for e in T.unroll(2):
-                                states[warp, h * 8 + lane // 4, i * 8 + (lane % 4) * 2 + e] = O[i * 4 + h * 2 + e]
+                                states[warp, h * 8 + lane // 4, column_of(i, lane) + e] = O[first_of(i, h) + e * NEXT]
                         if lane % 4 == 0:
                             sums[warp, h * 8 + lane // 4, 0] = m[h]
                             sums[warp, h * 8 + lane // 4, 1] = l[h]
@@ -371,4 +472,4 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                 p.part_lse[part, head + row] = keep[1]
             join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
 
-    return paged_decode
+    return paged_decode if FP8 else without_scales(paged_decode)

@@ -77,6 +77,7 @@ class Parameters(NamedTuple):
 def parameters(workload: Workload, *handles: tirx.Var) -> Parameters:
     """Declare the tensors of the decode function under construction, whose handles these are in call order."""
     G, D, Dv, dtype = workload.group, workload.head_dim_qk, workload.head_dim_vo, TVM_DTYPE[workload.dtype]
+    pool_dtype = "uint8" if workload.kv_dtype else dtype
     names = ("tokens", "heads", "slots", "table_rows", "table_columns", "requests", "W", "partials")
     tokens, heads, slots, table_rows, columns, requests, W, partials = (tirx.Var(name, "int64") for name in names)
     strides = {}
@@ -95,8 +96,8 @@ def parameters(workload: Workload, *handles: tirx.Var) -> Parameters:
     q, k, v, table, pool, start, items, sinks, out, lse, part_o, part_lse = handles
     tensors = (
         tensor("q", q, (tokens, heads * G, D), dtype, free=2),
-        tensor("k_buffer", k, (slots, heads, D), dtype, 16, free=2),
-        tensor("v_buffer", v, (slots, heads, Dv), dtype, 16, free=2),
+        tensor("k_buffer", k, (slots, heads, D), pool_dtype, 16, free=2),
+        tensor("v_buffer", v, (slots, heads, Dv), pool_dtype, 16, free=2),
         tensor("req_to_token", table, (table_rows, columns), "int32", free=2),
         tensor("req_pool_indices", pool, (requests,), "int32", free=1),
         tensor("kv_start", start, (requests,), "int32", free=1),
@@ -112,6 +113,11 @@ def parameters(workload: Workload, *handles: tirx.Var) -> Parameters:
     same_rows = tirx.And(of_k[0] == of_v[0], tirx.Or(of_k[1] == of_v[1], heads == 1))
     viewed = tirx.all(tirx.const(Dv <= D, "bool"), same_memory, same_rows)
     return Parameters(*tensors, heads, W, partials, viewed)
+
+
+def without_scales(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A decode function of a pool that is not of fp8: its last two parameters, the scales, are 1."""
+    return func.specialize({scale: tirx.const(1, "float32") for scale in func.params[-2:]})
 
 
 @T.inline

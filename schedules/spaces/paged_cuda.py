@@ -43,7 +43,11 @@ def space(workload: Workload, target: Target) -> Space:
     if workload.general:
         raise UnsupportedWorkload(f"{where}: expected a fixed group and head dims, got a general kernel")
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
+    if workload.tree or (workload.kv_dtype and workload.operator != "paged_decode"):
+        raise UnsupportedWorkload(f"{where}: no extend kernel for fp8 pools or tree masks")
     wide = workload.operator == "paged_decode" and max(dims) > _NARROW
+    if wide and workload.kv_dtype:
+        raise UnsupportedWorkload(f"{where}: head dims: expected at most {_NARROW} with an fp8 pool, got {dims}")
     most = (cuda_decode_wide.MOST_HEAD_DIM_QK, cuda_decode_wide.MOST_HEAD_DIM_VO) if wide else (_NARROW, _NARROW)
     if any(dim % 16 or dim > limit for dim, limit in zip(dims, most, strict=True)):
         raise UnsupportedWorkload(f"{where}: head dims: expected multiples of 16 up to {most}, got {dims}")
@@ -96,9 +100,10 @@ def _wide_decode(workload: Workload, target: Target) -> Space:
             return False
         return cuda_decode_wide.shared_elements(workload, n["stages"]) * 2 + _SMALL <= _shared_memory(target)
 
+    rest = {"min_split": 256, "max_split": 0, "hint": 0, "early": 1}
     return Space(
         choices=choices,
-        default={"stages": 3, "min_split": 256, "max_split": 0, "hint": 0, "early": 1},
+        default=next(n for stages in (3, 2) if legal(n := rest | {"stages": stages})),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
