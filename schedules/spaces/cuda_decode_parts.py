@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from tilewright.schedules.intrinsics.cuda import (
+    address,
     arrived_last,
     exp2,
     load_fresh,
@@ -109,7 +110,7 @@ def parameters(workload: Workload, *handles: tirx.Var) -> Parameters:
         tensor("part_lse", part_lse, (partials, heads * G)),
     )
     of_k, of_v = strides["k_buffer"], strides["v_buffer"]
-    same_memory = T.reinterpret("int64", tensors[1].data) == T.reinterpret("int64", tensors[2].data)
+    same_memory = address(tensors[1].ptr_to([0, 0, 0])) == address(tensors[2].ptr_to([0, 0, 0]))
     same_rows = tirx.And(of_k[0] == of_v[0], tirx.Or(of_k[1] == of_v[1], heads == 1))
     viewed = tirx.all(tirx.const(Dv <= D, "bool"), same_memory, same_rows)
     return Parameters(*tensors, heads, W, partials, viewed)

@@ -2,10 +2,10 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode for head dims beyond 256, latent attention among them: the warps of a CTA share each tile of keys.
 
-One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of 64 keys comes
-through the page table by cp.async into a ring in shared memory. Each of eight warps scores eight of its keys; the
+One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of keys, eight a warp, comes
+through the page table by cp.async into a ring in shared memory. Each warp scores its eight; the
 probabilities go through shared memory; then each warp multiplies all of them with its own columns of the values, so that
-no warp holds more than an eighth of the output. Where values are a view of the keys (latent attention) the tile of
+no warp holds more than its share of the output. Where values are a view of the keys (latent attention) the tile of
 keys is that of the values too and is read once; else the values' tile is the next of the ring.
 """
 
@@ -53,11 +53,9 @@ from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
 ROWS = 16  # query heads of a CTA
-WARPS = 8
-TILE = 8 * WARPS  # keys: eight a warp, the columns of one mma
+KEYS = 8  # of a tile that a warp scores: the columns of one mma
 MOST_HEAD_DIM_QK, MOST_HEAD_DIM_VO = 576, 512  # what a thread has registers for
 _CHAINS = 4  # accumulators of a score, as one product waits for the one before
-_P_PITCH = TILE + 8  # rows of probabilities without bank conflicts
 
 
 def blocks(workload: Workload) -> int:
@@ -65,10 +63,15 @@ def blocks(workload: Workload) -> int:
     return -(-workload.group // ROWS)
 
 
-def shared_elements(workload: Workload, stages: int) -> int:
+def shared_elements(workload: Workload, warps: int, stages: int) -> int:
     """Elements of 16 bits in shared memory: the ring, the probabilities, the warps' maxima and sums."""
     row = max(pitch(workload.head_dim_qk), pitch(workload.head_dim_vo))
-    return stages * TILE * row + ROWS * _P_PITCH + 2 * WARPS * ROWS * 2
+    return stages * KEYS * warps * row + ROWS * _p_pitch(warps) + 2 * warps * ROWS * 2
+
+
+def _p_pitch(warps: int) -> int:
+    """Elements from one row of probabilities to the next, without bank conflicts."""
+    return KEYS * warps + 8
 
 
 def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> tirx.PrimFunc:
@@ -77,11 +80,12 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     Args:
         workload: operator "paged_decode", 16-bit, head dims multiples of 16 up to MOST_HEAD_DIM_QK and
             MOST_HEAD_DIM_VO, any group.
-        decisions: `stages` of the ring.
+        decisions: `warps` of a CTA, `stages` of the ring.
         hopper: whether the kernel may start beside the end of the one before, and lets the next.
     """
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
-    NW, NST, HB = WARPS, decisions["stages"], blocks(workload)
+    NW, NST, HB = decisions["warps"], decisions["stages"], blocks(workload)
+    TILE, P_PITCH = KEYS * NW, _p_pitch(NW)
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{MMA_TYPE[workload.dtype]}.{MMA_TYPE[workload.dtype]}.f32"
     copy = copy16_once if decisions.get("hint", 0) else copy16
@@ -125,7 +129,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         T.device_entry()
         block, w = T.cta_id([T.Cast("int32", p.heads) * HB, T.Cast("int32", p.W)])
         tx = T.thread_id([THREADS])
-        ring = T.alloc_buffer((shared_elements(workload, NST),), dtype, scope="shared.dyn", align=1024)
+        ring = T.alloc_buffer((shared_elements(workload, NW, NST),), dtype, scope="shared.dyn", align=1024)
         if early == 2:
             let_next_start()
         if early > 0:
@@ -161,13 +165,13 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             slot = T.alloc_local([2], "int32")  # of the warp's eight keys in four tiles each, one for each lane
             rows = T.alloc_local([2], "int32")
             maxima = T.decl_buffer(
-                (WARPS, ROWS), "float32", data=ring.data, elem_offset=(P_AT + ROWS * _P_PITCH) // 2, scope="shared.dyn"
+                (NW, ROWS), "float32", data=ring.data, elem_offset=(P_AT + ROWS * P_PITCH) // 2, scope="shared.dyn"
             )
             sums = T.decl_buffer(
-                (WARPS, ROWS),
+                (NW, ROWS),
                 "float32",
                 data=ring.data,
-                elem_offset=(P_AT + ROWS * _P_PITCH) // 2 + WARPS * ROWS,
+                elem_offset=(P_AT + ROWS * P_PITCH) // 2 + NW * ROWS,
                 scope="shared.dyn",
             )
             for h in T.unroll(2):
@@ -299,7 +303,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             S[h * 2 + e] = exp2(S[h * 2 + e] * factor - shift[h])
                             l[h] = l[h] + S[h * 2 + e]
                         store_word(
-                            ring.ptr_to([P_AT + (h * 8 + lane // 4) * _P_PITCH + warp * 8 + (lane % 4) * 2]),
+                            ring.ptr_to([P_AT + (h * 8 + lane // 4) * P_PITCH + warp * 8 + (lane % 4) * 2]),
                             pack(S[h * 2], S[h * 2 + 1]),
                         )
                         for i in T.unroll(COLUMNS * 2):
@@ -313,7 +317,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             P[1],
                             P[2],
                             P[3],
-                            ring.ptr_to([P_AT + (lane % 16) * _P_PITCH + k * 16 + lane // 16 * 8]),
+                            ring.ptr_to([P_AT + (lane % 16) * P_PITCH + k * 16 + lane // 16 * 8]),
                         )
                         for c in T.unroll(COLUMNS):
                             if T.Or(T.bool(EVEN), warp * COLUMNS + c < Dv // 16):

@@ -93,21 +93,21 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
 
 def _wide_decode(workload: Workload, target: Target) -> Space:
     """Decisions: stages of the ring, fewest keys of an item."""
-    choices = {"stages": (2, 3, 4), "min_split": (256, 512, 1024), "max_split": (0,), "hint": (0, 1), "early": (0, 1, 2)}
+    choices = {"warps": (4, 8), "stages": (2, 3, 4, 6), "min_split": (256, 512, 1024), "max_split": (0,), "hint": (0, 1), "early": (0, 1, 2)}
 
     def legal(n: Decisions) -> bool:
         if not _inside(n, choices):
             return False
-        return cuda_decode_wide.shared_elements(workload, n["stages"]) * 2 + _SMALL <= _shared_memory(target)
+        return cuda_decode_wide.shared_elements(workload, n["warps"], n["stages"]) * 2 + _SMALL <= _shared_memory(target)
 
     rest = {"min_split": 256, "max_split": 0, "hint": 0, "early": 1}
     return Space(
         choices=choices,
-        default=next(n for stages in (3, 2) if legal(n := rest | {"stages": stages})),
+        default=next(n for w, s in ((8, 3), (8, 2), (4, 2)) if legal(n := rest | {"warps": w, "stages": s})),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
-            "block_q": 1, "chunk": cuda_decode_wide.TILE, "min_split": n["min_split"], "max_split": n["max_split"],
+            "block_q": 1, "chunk": cuda_decode_wide.KEYS * n["warps"], "min_split": n["min_split"], "max_split": n["max_split"],
             "blocks": cuda_decode_wide.blocks(workload), "joins": 1,
         },
     )
