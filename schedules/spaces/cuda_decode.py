@@ -90,7 +90,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     """The kernel of docs/kernel-abi.md for one query token an item.
 
     Args:
-        workload: operator "paged_decode", 16-bit, head dims multiples of 16 up to 256; the pool may be of fp8.
+        workload: operator "paged_decode", 16-bit, head dims multiples of 8 up to 256; the pool may be of fp8
+            (then multiples of 16).
         decisions: `warps` of a CTA, `stages` of a warp's ring, `keys` of a tile (16 or 32), `bulk`: whether rows are
             copied whole (sm_90).
         hopper: whether the kernel may start beside the end of the one before and lets the next do so, and whether there
@@ -117,6 +118,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     STAGE = TILE * (KROW + VROW)
     KC, VC = KE // 8, VE // 8  # 16-byte chunks of a row
     CHUNK = 16 if FP8 else 8  # numbers of a chunk
+    STEPS = (D + 15) // 16  # products of 16 columns; half of the last may be zeros of the query
     THREADS = 32 * NW
     RING = max(NW * NST * STAGE, 2 * NW * M * Dv + 4 * NW * M if NW > 1 else 0)
     NEG = float("-inf")
@@ -194,7 +196,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
             factor = T.alloc_local([2], "float32")  # of a row's products, whose logits are in units of it
             unit = T.alloc_local([2], "float32")  # of a row's products
-            Q = T.alloc_local([D // 4], "uint32")
+            Q = T.alloc_local([STEPS * 4], "uint32")
             S = T.alloc_local([BLOCKS * 4], "float32")
             O = T.alloc_local([Dv // 2], "float32")
             B = T.alloc_local([4], "uint32")
@@ -289,11 +291,11 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             if mine > 0:
                 look_up(0, 0)
                 look_up(1, 1)
-            for kk in T.unroll(D // 16):
+            for kk in T.unroll(STEPS):
                 for e in T.unroll(2):
                     for h in T.unroll(2):
                         Q[kk * 4 + e * 2 + h] = T.uint32(0)
-                        if h * 8 + lane // 4 < have:
+                        if T.And(h * 8 + lane // 4 < have, T.Or(T.bool(D % 16 == 0), kk * 16 + e * 8 < D)):
                             Q[kk * 4 + e * 2 + h] = load_pair(
                                 p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + depth(lane, e)])
                             )
@@ -428,7 +430,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                             H[1],
                                             *[O[((jj * 2 + nb) * 2 + c) * 4 + i] for i in range(4)],
                                         )
-                            else:
+                            elif jj * 2 + nb < VC:
                                 T.ptx[mma](
                                     *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
                                     P[k * 4 + 0],
