@@ -2,9 +2,10 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode on tensor cores: one CTA a work item and KV head, the query group as rows of mma.m16n8k16.
 
-Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table into a ring in shared memory, chunk by
-chunk or row by row, and keeps a softmax state (maximum, sum, values) in registers; the warps' states are joined at the
-end. The algebra is the definition's (paged_attention/definition.py); this file says who computes which part of it.
+Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table into a ring in shared memory (chunk
+by chunk, or whole rows by the copy engine), and keeps a softmax state (maximum, sum, values) in registers; the warps'
+states are joined at the end. The algebra is the definition's (paged_attention/definition.py); this file says who
+computes which part of it.
 
 Keys that the query does not see are never read: the item's range is cut to the visible one first, and what a tile has
 beyond it repeats the last visible key with probability 0.

@@ -2,11 +2,11 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode for head dims beyond 256, latent attention among them: the warps of a CTA share each tile of keys.
 
-One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of keys, eight a warp,
-comes through the page table into a ring in shared memory. Each warp scores its eight; the probabilities go through
-shared memory; then each warp multiplies all of them with its own columns of the values, so that no warp holds more than
-its share of the output. Where values are a view of the keys (latent attention) the tile of keys is that of the values
-too and is read once; else the values' tile is the next of the ring.
+One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of keys, eight a
+warp, comes through the page table into a ring in shared memory. Each warp scores its eight; the probabilities go
+through shared memory; then each warp multiplies all of them with its own columns of the values, so that no warp holds
+more than its share of the output. Where values are a view of the keys (latent attention) the tile of keys is that of
+the values too and is read once; else the values' tile is the next of the ring.
 """
 
 from __future__ import annotations
