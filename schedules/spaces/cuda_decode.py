@@ -534,6 +534,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             store_two(p.part_o.ptr_to([part, head + row, e]), O[0] * keep[0], O[1] * keep[0])
                             if e == 0:
                                 p.part_lse[part, head + row] = keep[1]
-            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack, 1)
 
     return paged_decode if FP8 else without_scales(paged_decode)

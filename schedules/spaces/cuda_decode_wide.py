@@ -451,6 +451,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             p.lse[q_row, head + h * 8 + lane // 4] = keep[1]
                         else:
                             p.part_lse[part, head + h * 8 + lane // 4] = keep[1]
-            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack, 4)
 
     return paged_decode
