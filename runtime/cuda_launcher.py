@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.runtime.bound_call import Binder
 from tilewright.runtime.errors import IncompatibleModuleError
 from tilewright.runtime.launcher import address_of, open_module
 from tilewright.runtime.manifest import KernelEntry
@@ -78,6 +79,9 @@ class CudaLauncher:
                 addresses.append(address)
         self._library.tilewright_cuda_bind((ctypes.c_void_p * len(addresses))(*addresses))
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
+        if address_of(self._library, "tilewright_bound_make") is None:
+            raise IncompatibleModuleError(f"{path}: it is of another tilewright; rebuild it")
+        self.bind = Binder(ctypes.PyDLL(str(path)), ffi).bind
         self._cubins: list[ctypes.Array] = []
 
     def cut_next_loop(self, tasks: int) -> None:

@@ -105,6 +105,15 @@ def decode_attention(
     """
     if k_scale is not None or v_scale is not None:
         refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    if type(plan) is Plan and plan.bound and not return_lse and not torch.compiler.is_compiling():
+        again = plan.new_out(q) if out is None else out
+        for bound in plan.bound:
+            if bound(
+                q, None, None, k_buffer, v_buffer, again, sinks, key, value, loc, req_to_token, req_pool_indices,
+                seq_lens, None, None, kv_start, kv_lens, sm_scale, True, logit_cap, window, page_size, batch_invariant,
+            ):  # fmt: skip
+                assert again is not None
+                return again
     batch_invariant = flag("batch_invariant", batch_invariant)
     write = None
     if key is not None or value is not None:
@@ -206,6 +215,16 @@ def extend_attention(
         As `decode_attention`.
     """
     refuse_later_options(tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale)
+    if type(plan) is Plan and plan.bound and not return_lse and not torch.compiler.is_compiling():
+        again = plan.new_out(q) if out is None else out
+        for bound in plan.bound:
+            if bound(
+                q, k, v, k_buffer, v_buffer, again, sinks, None, None, None, req_to_token, req_pool_indices, seq_lens,
+                extend_seq_lens, extend_start_loc, kv_start, kv_lens, sm_scale, causal, logit_cap, window, page_size,
+                batch_invariant,
+            ):  # fmt: skip
+                assert again is not None
+                return again
     if (k is None) != (v is None):
         raise ValueError("k, v: got one of the two, expected both or neither")
     causal, batch_invariant = flag("causal", causal), flag("batch_invariant", batch_invariant)

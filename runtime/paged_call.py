@@ -27,6 +27,7 @@ from tilewright.runtime.arguments import (
     sizes,
     soft_cap,
 )
+from tilewright.runtime.bound_call import Argument, Launch, Slot
 from tilewright.runtime.dispatch import Kernel, kernel
 from tilewright.runtime.gpu_work import GpuWork
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
@@ -73,6 +74,7 @@ def run(
     index = (req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens)
     options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant)
     call = looks = None
+    to_bind = False
     if isinstance(plan, Plan):
         try:
             # All that the checks ask of tensors that hold numbers.
@@ -94,8 +96,15 @@ def run(
         if looks is not None and not call.detach:
             plan.calls.append((looks, index, options, call))
             del plan.calls[:-_REMEMBERED_CALLS]
+            to_bind = lse is None and not return_lse
     assert plan is not None
     attend, work = call.attend, call.work
+    given: tuple[Tensor | None, ...] = ()
+    if to_bind:
+        given = (
+            q, k_new, v_new, k_buffer, v_buffer, out, sinks, *(write or _NOTHING_WRITTEN), req_to_token,
+            req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens,
+        )  # fmt: skip
     if call.detach:
         q, k_buffer, v_buffer = q.detach(), k_buffer.detach(), v_buffer.detach()
         if k_new is not None and v_new is not None:
@@ -154,29 +163,19 @@ def run(
         q, keys = gpu_rows(q), tuple(gpu_rows(rows) for rows in keys)
     elif not call.dense:
         q, keys = dense_rows(q), tuple(dense_rows(rows) for rows in keys)
+    numbers = (call.scale_log2, call.cap_log2, call.scale_over_cap, call.window, call.lookahead)
     attend.cut_next_loop(work.tasks)
     attend.run(
-        q,
-        *keys,
-        narrowed(req_to_token),
-        narrowed(req_pool_indices),
-        plan.zeros if kv_start is None else narrowed(kv_start),
-        work.items,
-        sinks_f32,
-        out,
-        lse,
-        work.part_o,
-        work.part_lse,
-        call.scale_log2,
-        call.cap_log2,
-        call.scale_over_cap,
-        call.window,
-        call.lookahead,
-    )
+        q, *keys, narrowed(req_to_token), narrowed(req_pool_indices),
+        plan.zeros if kv_start is None else narrowed(kv_start), work.items, sinks_f32, out, lse, work.part_o,
+        work.part_lse, *numbers,
+    )  # fmt: skip
     if work.rows is not None:
         kernel("merge", call.dtype, None, None, None, q.device).run(
             work.part_o, work.part_lse, work.rows, sinks_f32, out, lse
         )
+    if to_bind and sinks_f32 is (call.no_sinks if sinks is None else sinks):
+        _bind(plan, call, dict(zip(_ARGUMENTS, given, strict=True)) | {"out": out}, options, lse)
     return (out, lse) if return_lse else out
 
 
@@ -208,6 +207,74 @@ class _Call(NamedTuple):
 
 # Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
 _REMEMBERED_CALLS = 8
+# What a bound call takes, in this order; behind them sm_scale, causal, logit_cap, window, page_size, batch_invariant.
+_ARGUMENTS = (
+    *("q", "k", "v", "k_buffer", "v_buffer", "out", "sinks", "key", "value", "loc"),
+    *("req_to_token", "req_pool_indices", "seq_lens", "extend_seq_lens", "extend_start_loc", "kv_start", "kv_lens"),
+)
+_FLOATS = frozenset(_ARGUMENTS[:9])
+_NOTHING_WRITTEN = (None, None, None)
+
+
+def _bind(
+    plan: Plan, call: _Call, given: dict[str, Tensor | None], options: tuple[object, ...], lse: Tensor
+) -> None:
+    """Remember a call that has just run as a bound one of the plan, where the kernels read the arguments as they are.
+
+    Args:
+        plan: of the call.
+        call: outcome of its checks.
+        given: its arguments by name, the output among them.
+        options: its other arguments.
+        lse: scratch memory.
+    """
+    rows = gpu_rows if call.on_gpu else dense_rows
+    read = ("q", "k", "v", "k_buffer", "v_buffer")
+    used = [name for name in read if given[name] is not None and not (call.new_only and name.endswith("buffer"))]
+    used += [name for name in ("key", "value") if given[name] is not None]
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if any(rows(tensors[name]) is not tensors[name] for name in used):
+        return
+    at = {name: Slot(number) for number, name in enumerate(_ARGUMENTS)}
+    work, device = call.work, tensors["q"].device
+    sinks: Slot | Tensor = at["sinks"] if "sinks" in tensors else call.no_sinks
+    keys = [at["k"], at["v"]] if call.new_only else [at["k_buffer"], at["v_buffer"]]
+    if "extend_seq_lens" in tensors:
+        keys += [at["k"], at["v"]] if "k" in tensors else keys
+    attend = Launch(
+        call.attend.run,
+        (
+            at["q"], *keys, at["req_to_token"], at["req_pool_indices"],
+            at["kv_start"] if "kv_start" in tensors else plan.zeros, work.items, sinks, at["out"], lse, work.part_o,
+            work.part_lse, call.scale_log2, call.cap_log2, call.scale_over_cap, call.window, call.lookahead,
+        ),
+        work.tasks,
+    )  # fmt: skip
+    launches, together = [attend], []
+    apart = [("out", name) for name in used if "extend_seq_lens" in tensors or name == "q"]
+    if "key" in tensors:
+        write = kernel("write_kv", call.dtype, device=device).run
+        launches.insert(0, Launch(write, (at["key"], at["k_buffer"], at["loc"])))
+        apart += [("k_buffer", "key"), ("k_buffer", "value")]
+        if tensors["k_buffer"].data_ptr() == tensors["v_buffer"].data_ptr():
+            together.append(("k_buffer", "v_buffer"))
+        else:
+            launches.insert(1, Launch(write, (at["value"], at["v_buffer"], at["loc"])))
+            apart += [("v_buffer", "key"), ("v_buffer", "value"), ("v_buffer", "k_buffer")]
+    if work.rows is not None:
+        merge = kernel("merge", call.dtype, device=device).run
+        launches.append(Launch(merge, (work.part_o, work.part_lse, work.rows, sinks, at["out"], lse)))
+    alignment = {name: 16 for name in used} | {"out": 4} if call.on_gpu else {}
+    bound = call.attend.bind(
+        [Argument(given[name], name not in _FLOATS, alignment.get(name, 1)) for name in _ARGUMENTS],
+        options,
+        [(at[a].number, at[b].number) for a, b in apart],
+        [(at[a].number, at[b].number) for a, b in together],
+        launches,
+    )
+    if bound is not None:
+        plan.bound.append(bound)
+        del plan.bound[:-_REMEMBERED_CALLS]
 
 
 def _prepare(
