@@ -28,6 +28,7 @@ extern int PyObject_RichCompareBool(PyObject *left, PyObject *right, int operati
 extern PyObject *PyTuple_GetItem(PyObject *tuple, ptrdiff_t index);
 extern ptrdiff_t PyTuple_Size(PyObject *tuple);
 extern long long PyLong_AsLongLong(PyObject *number);
+extern PyObject *PyLong_FromLong(long number);
 extern double PyFloat_AsDouble(PyObject *number);
 extern PyObject *PyErr_Occurred(void);
 extern void PyErr_Clear(void);

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    import tvm_ffi
 
 # Part of both launchers.
 HEADER = Path(__file__).with_name("bound_call.h")
@@ -32,12 +29,12 @@ class Launch(NamedTuple):
     """One kernel of a bound call.
 
     Attributes:
-        function: of a module.
-        operands: the arguments of docs/kernel-abi.md: Slot, int, float, or a tensor that the caller keeps for all calls.
+        function: of a module (a tvm_ffi.Function).
+        operands: the arguments of docs/kernel-abi.md: Slot, int, float, or a tensor that is the same in all calls.
         tasks: into how many tasks a loop on the CPU is cut, 0 = no wish.
     """
 
-    function: tvm_ffi.Function
+    function: Callable[..., Any]
     operands: tuple[Slot | int | float | Tensor, ...]
     tasks: int = 0
 
@@ -57,7 +54,7 @@ class Argument(NamedTuple):
 
 
 class Binder:
-    """Makes bound calls with a launcher library; `bind` gives None where torch has no exchange interface of DLPack 1."""
+    """Makes bound calls with a launcher library; none where torch has no exchange interface of DLPack 1."""
 
     def __init__(self, library: ctypes.PyDLL, ffi: ctypes.CDLL) -> None:
         """Connect the library to torch and to libtvm_ffi."""
@@ -74,6 +71,11 @@ class Binder:
         library.tilewright_bound_connect((ctypes.c_void_p * len(addresses))(*addresses))
         self._make = library.tilewright_bound_make
         self._make.argtypes, self._make.restype = [ctypes.py_object] * 5, ctypes.py_object
+
+    @property
+    def connected(self) -> bool:
+        """Whether torch has what the library's functions for Python need."""
+        return self._make is not None
 
     def bind(
         self,
@@ -101,7 +103,7 @@ class Binder:
         if self._make is None:
             return None
         described = tuple(
-            (launch.function.__chandle__(), launch.tasks, tuple(map(_operand, launch.operands)), launch.function)
+            (_handle(launch.function), launch.tasks, tuple(map(_operand, launch.operands)), launch.function)
             for launch in launches
         )
         return self._make(
@@ -135,3 +137,8 @@ def _exchange_table() -> tuple[int, int] | None:
     # Version, an older table, then the functions; these are the fourth and fifth.
     functions = (ctypes.c_void_p * 5).from_address(address + 16)
     return None if not functions[3] or not functions[4] else (functions[3], functions[4])
+
+
+def _handle(function: Any) -> int:
+    """Address of the function object of tvm-ffi."""
+    return function.__chandle__()

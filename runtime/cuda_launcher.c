@@ -61,6 +61,7 @@ typedef struct {
   CUresult (*function_set)(CUfunction function, int attribute, int value);
   CUresult (*launch)(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra);
   CUresult (*capture_mode)(int *mode);
+  CUresult (*copy)(uint64_t to, const void *from, size_t bytes, CUstream stream); /* cuMemcpyHtoDAsync */
 } Bindings;
 
 static Bindings host;
@@ -200,6 +201,31 @@ static CUresult allow_shared(Kernel *kernel, CUfunction function, int bytes) {
   return error;
 }
 
+/* Make the device's context the current one, until leave(). */
+static CUresult enter(int ordinal, int *pushed) {
+  CUcontext context = __atomic_load_n(&contexts[ordinal], __ATOMIC_ACQUIRE), before = NULL;
+  CUresult error = 0;
+  *pushed = 0;
+  if (!context) {
+    CUdevice device;
+    error = host.init(0);
+    if (!error) error = host.device_get(&device, ordinal);
+    if (!error) error = host.context_retain(&context, device);
+    if (error) return error;
+    __atomic_store_n(&contexts[ordinal], context, __ATOMIC_RELEASE); /* of a device there is one: a race is no harm */
+  }
+  error = host.context_current(&before);
+  if (error || before == context) return error;
+  error = host.context_push(context);
+  *pushed = !error;
+  return error;
+}
+
+static void leave(int pushed) {
+  CUcontext before;
+  if (pushed) host.context_pop(&before);
+}
+
 static int launch(Kernel *kernel, const Any *arguments, int count) {
   union { int64_t l; int32_t i; uint8_t b; float f; double d; void *p; } values[MAX_ARGUMENTS];
   void *addresses[MAX_ARGUMENTS];
@@ -246,24 +272,10 @@ static int launch(Kernel *kernel, const Any *arguments, int count) {
   }
 
   CUfunction function = __atomic_load_n(&kernel->functions[current_device], __ATOMIC_ACQUIRE);
-  CUresult error = 0;
-  const char *call = "cuLaunchKernelEx";
-  CUcontext context = __atomic_load_n(&contexts[current_device], __ATOMIC_ACQUIRE), before = NULL;
-  if (!context) {
-    CUdevice device;
-    call = "cuDevicePrimaryCtxRetain";
-    error = host.init(0);
-    if (!error) error = host.device_get(&device, current_device);
-    if (!error) error = host.context_retain(&context, device);
-    if (error) return driver_error(kernel, call, error);
-    __atomic_store_n(&contexts[current_device], context, __ATOMIC_RELEASE); /* of a device there is one: a race is no harm */
-  }
-  error = host.context_current(&before);
-  if (error) return driver_error(kernel, "cuCtxGetCurrent", error);
-  if (before != context) {
-    error = host.context_push(context);
-    if (error) return driver_error(kernel, "cuCtxPushCurrent", error);
-  }
+  const char *call = "entering the device's context";
+  int pushed = 0;
+  CUresult error = enter(current_device, &pushed);
+  if (error) return driver_error(kernel, call, error);
   if (!function ||
       (int)config.shared_bytes > __atomic_load_n(&kernel->shared_limit[current_device], __ATOMIC_RELAXED)) {
     pthread_mutex_lock(&lock);
@@ -273,7 +285,7 @@ static int launch(Kernel *kernel, const Any *arguments, int count) {
     pthread_mutex_unlock(&lock);
   }
   if (!error) call = "cuLaunchKernelEx", error = host.launch(&config, function, addresses, NULL);
-  if (before != context) host.context_pop(&before);
+  leave(pushed);
   return error ? driver_error(kernel, call, error) : 0;
 }
 
@@ -289,3 +301,93 @@ EXPORT int tilewright_cuda_call(Kernel *kernel, const Any *arguments, int32_t co
   current_device = (int)device;
   return 0;
 }
+
+/* ---- work lists on their way to the device ---- */
+
+/* Copy to a device on torch's current stream there. 0 or the driver's error. */
+static CUresult send(int device, uint64_t to, const void *from, size_t bytes) {
+  void *stream = NULL;
+  int pushed;
+  if (device < 0 || device >= MAX_DEVICES) return 101; /* CUDA_ERROR_INVALID_DEVICE */
+  if (python.stream(DEVICE_CUDA, device, &stream)) return PyErr_Clear(), 999; /* CUDA_ERROR_UNKNOWN */
+  CUresult error = enter(device, &pushed);
+  if (error) return error;
+  error = host.copy(to, from, bytes, stream);
+  leave(pushed);
+  return error;
+}
+
+/* (device, address there, address in pinned memory, bytes): the driver's error, 0 = none. */
+static PyObject *plan_send(PyObject *self, PyObject *const *arguments, ptrdiff_t count) {
+  int64_t values[4] = {-1};
+  for (int n = 0; n < 4 && n < count; n++) values[n] = PyLong_AsLongLong(arguments[n]);
+  if (PyErr_Occurred()) return NULL;
+  return PyLong_FromLong(count == 4 ? send((int)values[0], (uint64_t)values[1], (const void *)(intptr_t)values[2], (size_t)values[3]) : 1);
+}
+
+/* Python's Py_buffer, the same since 3.0. */
+typedef struct {
+  void *data;
+  PyObject *object;
+  ptrdiff_t bytes, item;
+  int readonly, rank;
+  char *format;
+  ptrdiff_t *shape, *strides, *suboffsets;
+  void *internal;
+} PyBuffer;
+extern int PyObject_GetBuffer(PyObject *object, PyBuffer *view, int flags);
+extern void PyBuffer_Release(PyBuffer *view);
+
+enum { KV_LEN = 4, POS = 5, ITEM_COLUMNS = 10 }; /* planner.py */
+enum { MOVE_ARRAYS = 7 };
+
+/* decode_planner.DecodeWork.reaches and .move, and the copy of the items to the device; (kv_lens, lens, room, request,
+ * last_begin, last, items, device, address there, address in pinned memory): None = the lengths are not reached and nothing
+ * was done, else the driver's error. last_begin None: all 0; last None: each request has one item, last_begin is by item. */
+static PyObject *plan_move(PyObject *self, PyObject *const *arguments, ptrdiff_t count) {
+  PyBuffer views[MOVE_ARRAYS];
+  int64_t numbers[3] = {0};
+  int held = 0, wrong = count != MOVE_ARRAYS + 3, reached = 0;
+  CUresult error = 0;
+  memset(views, 0, sizeof views);
+  for (; !wrong && held < MOVE_ARRAYS; held++) {
+    if (arguments[held] == python.none && (held == 4 || held == 5)) continue;
+    if (PyObject_GetBuffer(arguments[held], &views[held], 0)) { wrong = 1; break; }
+  }
+  for (int n = 0; !wrong && n < 3; n++) numbers[n] = PyLong_AsLongLong(arguments[MOVE_ARRAYS + n]);
+  if (!wrong && !PyErr_Occurred()) {
+    const int64_t *kv_lens = views[0].data, *lens = views[1].data, *request = views[3].data, *begin = views[4].data,
+                  *last = views[5].data;
+    const uint64_t *room = views[2].data;
+    int32_t *items = views[6].data;
+    ptrdiff_t batch = views[1].bytes / 8, rows = views[6].bytes / (4 * ITEM_COLUMNS);
+    reached = views[0].bytes == views[1].bytes && views[0].item == 8;
+    for (ptrdiff_t b = 0; reached && b < batch; b++) reached = (uint64_t)kv_lens[b] - (uint64_t)lens[b] <= room[b];
+    if (reached) {
+      for (ptrdiff_t w = 0; w < rows; w++) {
+        int64_t end = kv_lens[request[w]];
+        items[w * ITEM_COLUMNS + POS] = (int32_t)(end - 1);
+        if (!last) items[w * ITEM_COLUMNS + KV_LEN] = (int32_t)(end - (begin ? begin[w] : 0));
+      }
+      for (ptrdiff_t b = 0; last && b < batch; b++)
+        items[last[b] * ITEM_COLUMNS + KV_LEN] = (int32_t)(kv_lens[b] - begin[b]);
+      void *pinned = (void *)(intptr_t)numbers[2];
+      memcpy(pinned, items, views[6].bytes);
+      error = send((int)numbers[0], (uint64_t)numbers[1], pinned, views[6].bytes);
+    }
+  }
+  while (held--)
+    if (views[held].object) PyBuffer_Release(&views[held]);
+  if (wrong || PyErr_Occurred()) return NULL;
+  if (reached) return PyLong_FromLong(error);
+  Py_IncRef(python.none);
+  return python.none;
+}
+
+static PyMethodDef plan_methods[] = {
+    {"send", plan_send, METH_FASTCALL, "Copy from pinned memory to a device on torch's stream there."},
+    {"move", plan_move, METH_FASTCALL, "Move a decode batch's items on and copy them to the device."},
+};
+
+/* The function of that number. */
+EXPORT PyObject *tilewright_cuda_plan_function(int number) { return PyCFunction_NewEx(&plan_methods[number], NULL, NULL); }

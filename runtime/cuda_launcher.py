@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ _FFI_FUNCTIONS = ("TVMFFIErrorSetRaisedFromCStr", "TVMFFIEnvGetStream")
 _DRIVER_FUNCTIONS = (
     *("cuInit", "cuGetErrorString", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent"),
     *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"),
-    *("cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode"),
+    *("cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode", "cuMemcpyHtoDAsync_v2"),
 )
 # What a manifest says of a kernel -> the letters of cuda_launcher.c.
 ARGUMENTS = {"handle": "p", "int64": "l", "int32": "i", "bool": "b", "float32": "f", "float64": "d"}
@@ -81,7 +81,13 @@ class CudaLauncher:
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
         if address_of(self._library, "tilewright_bound_make") is None:
             raise IncompatibleModuleError(f"{path}: it is of another tilewright; rebuild it")
-        self.bind = Binder(ctypes.PyDLL(str(path)), ffi).bind
+        locked = ctypes.PyDLL(str(path))
+        binder = Binder(locked, ffi)
+        self.bind = binder.bind
+        function = locked.tilewright_cuda_plan_function
+        function.restype = ctypes.py_object
+        self.send: Callable[..., int] | None = function(0) if binder.connected else None
+        self.move: Callable[..., int | None] | None = function(1) if binder.connected else None
         self._cubins: list[ctypes.Array] = []
 
     def cut_next_loop(self, tasks: int) -> None:

@@ -145,6 +145,12 @@ class DecodeWork:
         self._kv_len[:] = ends - begin
         self._pos[:] = self._lens[request] - 1
 
+    @property
+    def arrays(self) -> tuple[Ints | None, ...]:
+        """What `reaches` and `move` look at, for the same in C (plan_move in cuda_launcher.c)."""
+        begin = self._last_begin
+        return self._lens, self._room, self._request, None if isinstance(begin, int) else begin, self._last, self.items
+
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths ([B] int64): each at or a little past the planned one."""
         return len(kv_lens) == len(self._lens) and not ((kv_lens - self._lens).view(np.uint64) > self._room).any()

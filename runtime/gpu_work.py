@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.runtime import store
+from tilewright.runtime.cuda_launcher import CudaLauncher
 from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.planner import Ints, WorkList
 
@@ -26,21 +28,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class _Slot:
-    """One staging area.
+    """One staging area: memory for items and rows, as tensors, as arrays and as addresses."""
 
-    Attributes:
-        items, rows: its memory.
-        moving: the part that a move of the present list copies: to, from, and from as an array.
-    """
-
-    __slots__ = ("items", "items_array", "moving", "rows", "rows_array")
+    __slots__ = ("items", "items_address", "items_array", "rows", "rows_address", "rows_array")
 
     def __init__(self, items: Tensor, rows: Tensor) -> None:
         on_gpu = items.device.type == "cuda"
         self.items = torch.zeros(items.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.rows = torch.zeros(rows.shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.items_array, self.rows_array = self.items.numpy(), self.rows.numpy()
-        self.moving: tuple[Tensor, Tensor, np.ndarray] | None = None
+        self.items_address, self.rows_address = self.items.data_ptr(), self.rows.data_ptr()
 
 
 class GpuWork:
@@ -51,7 +48,7 @@ class GpuWork:
     """
 
     __slots__ = (
-        *("_events", "_fixed", "_next", "_slots", "_used", "_work"),
+        *("_device", "_events", "_fixed", "_items_address", "_next", "_rows_address", "_slots", "_used", "_work"),
         *("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks"),
     )
 
@@ -61,6 +58,8 @@ class GpuWork:
         self.items: Tensor = buffers.items[:0]
         self.rows: Tensor | None = None
         self.num_items, self.tasks = 0, 1
+        self._device = self.items.device.index if self.items.device.type == "cuda" else -1
+        self._items_address, self._rows_address = buffers.items.data_ptr(), buffers.rows.data_ptr()
         self._slots: list[_Slot] = []
         self._next = 0
         self._events: list[torch.cuda.Event | None] = [None] * (_SLOTS // _GROUP)
@@ -103,12 +102,22 @@ class GpuWork:
             self.items, self.rows = self.buffers.items[:items], self.buffers.rows[:rows] if rows else None
             self.num_items = items
         self._used = (items, rows)
-        self.buffers.items[:end_items].copy_(slot.items[:end_items], non_blocking=True)
+        self._copy(self._items_address, slot.items_address, self.buffers.items, slot.items, end_items)
         if end_rows:
-            self.buffers.rows[:end_rows].copy_(slot.rows[:end_rows], non_blocking=True)
-        for known in self._slots:
-            known.moving = None
+            self._copy(self._rows_address, slot.rows_address, self.buffers.rows, slot.rows, end_rows)
         self._sent()
+
+    def _copy(self, to: int, source: int, to_rows: Tensor, source_rows: Tensor, count: int) -> None:
+        launcher = self._launcher()
+        if launcher is None or launcher.send is None:
+            to_rows[:count].copy_(source_rows[:count], non_blocking=True)
+            return
+        error = launcher.send(self._device, to, source, count * to_rows.shape[1] * 4)
+        if error:
+            raise RuntimeError(f"{self.items.device}: copying a plan's work list failed with CUDA error {error}")
+
+    def _launcher(self) -> CudaLauncher | None:
+        return store.cuda_launcher() if self._device >= 0 else None
 
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths."""
@@ -119,13 +128,31 @@ class GpuWork:
         assert isinstance(self._work, DecodeWork)
         self._work.move(kv_lens)
         slot = self._slot()
-        if slot.moving is None:
-            items = self._used[0]
-            slot.moving = self.buffers.items[:items], slot.items[:items], slot.items_array[:items]
-        to, source, array = slot.moving
-        np.copyto(array, self._work.items)
-        to.copy_(source, non_blocking=True)
+        items = self._used[0]
+        slot.items_array[:items] = self._work.items
+        self._copy(self._items_address, slot.items_address, self.buffers.items, slot.items, items)
         self._sent()
+
+    def moved(self, kv_lens: Ints) -> bool:
+        """`move` where the list reaches these lengths, in one step; False: it does not, and is as it was."""
+        launcher = self._launcher()
+        work = self._work
+        if launcher is None or launcher.move is None or not isinstance(work, DecodeWork):
+            if not self.reaches(kv_lens):
+                return False
+            self.move(kv_lens)
+            return True
+        kv_lens = np.ascontiguousarray(kv_lens, np.int64)
+        number = self._next
+        slot = self._slot()
+        error = launcher.move(kv_lens, *work.arrays, self._device, self._items_address, slot.items_address)
+        if error is None:
+            self._next = number
+            return False
+        if error:
+            raise RuntimeError(f"{self.items.device}: copying a plan's work list failed with CUDA error {error}")
+        self._sent()
+        return True
 
 
 def lengths_on_host(values: Any) -> np.ndarray | None:

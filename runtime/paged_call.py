@@ -216,9 +216,7 @@ _FLOATS = frozenset(_ARGUMENTS[:9])
 _NOTHING_WRITTEN = (None, None, None)
 
 
-def _bind(
-    plan: Plan, call: _Call, given: dict[str, Tensor | None], options: tuple[object, ...], lse: Tensor
-) -> None:
+def _bind(plan: Plan, call: _Call, given: dict[str, Tensor | None], options: tuple[object, ...], lse: Tensor) -> None:
     """Remember a call that has just run as a bound one of the plan, where the kernels read the arguments as they are.
 
     Args:

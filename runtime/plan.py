@@ -224,8 +224,14 @@ class Plan:
 
     def _moved(self, kv_lens: np.ndarray) -> bool:
         """Move all lists on to these lengths where they reach so far."""
+        if len(self._work) == 1:
+            (only,) = self._work.values()
+            if not only.moved(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+                return False
+            self.lengths.kv_lens[:] = kv_lens
+            return True
         for work in self._work.values():
-            if not work.reaches(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+            if not work.reaches(kv_lens):  # type: ignore[union-attr]
                 return False
         for work in self._work.values():
             work.move(kv_lens)  # type: ignore[union-attr]

@@ -409,6 +409,12 @@ def _load(artifact: Artifact) -> Module:
     return module
 
 
+def cuda_launcher() -> CudaLauncher | None:
+    """The process's launcher of CUDA modules; None: no such module is loaded yet."""
+    found = _launchers.get("cuda")
+    return found if isinstance(found, CudaLauncher) else None
+
+
 def _get_launcher(artifact: Artifact) -> Launcher | CudaLauncher:
     """The process's launcher for a device type: the one beside the first module that was loaded (all are alike)."""
     device = artifact.target.device

@@ -224,4 +224,5 @@ class ModelStore:
             self.calls.append((workload.name, arguments))
             function(*arguments)
 
-        return SimpleNamespace(function=counted, plan=plan, workload=workload, cut_next_loop=lambda tasks: None)
+        return SimpleNamespace(function=counted, plan=plan, workload=workload, cut_next_loop=lambda tasks: None,
+                               bind=lambda *described: None)  # fmt: skip
