@@ -57,7 +57,7 @@ typedef struct {
   uint32_t small;
   union { int64_t i; double f; void *p; } value;
 } BoundAny; /* TVMFFIAny */
-enum { ANY_INT = 1, ANY_FLOAT = 3, ANY_TENSOR = 7, DLPACK_CPU = 1, DLPACK_INT = 0 };
+enum { ANY_INT = 1, ANY_FLOAT = 3, ANY_TENSOR = 7, DLPACK_CPU = 1, DLPACK_INT = 0, DLPACK_UINT = 1 };
 
 /* What tilewright_bound_connect() fills in. */
 typedef struct {
@@ -76,11 +76,12 @@ static PyObject *requires_grad;
 /* ---- what a call is held to ---- */
 
 enum { MAX_RANK = 4, MAX_SLOTS = 24, MAX_OPTIONS = 16, MAX_LAUNCHES = 4, MAX_OPERANDS = 32, MAX_PAIRS = 16 };
-enum { NARROW = 1, FLOATING = 2 }; /* marks of a slot: its int64 values are passed as int32; gradients matter */
+/* Marks of a slot: its int64 values are passed as int32; gradients matter; it is passed as uint8. */
+enum { NARROW = 1, FLOATING = 2, RAW = 4 };
 enum { APART, TOGETHER };
 
 typedef struct {
-  int present, narrow, floating;
+  int present, narrow, floating, raw;
   DLTensor like;
   int64_t shape[MAX_RANK], strides[MAX_RANK]; /* narrow: the kernel's strides are `kernel_strides` */
   int64_t kernel_strides[MAX_RANK];
@@ -152,6 +153,7 @@ static int fits(const Slot *slot, PyObject *object, DLTensor *tensor) {
     tensor->dtype.bits = 32; /* the low words, little-endian */
     tensor->strides = (int64_t *)slot->kernel_strides;
   }
+  if (slot->raw) tensor->dtype.code = DLPACK_UINT;
   return 1;
 }
 
@@ -236,6 +238,7 @@ static int bind_slot(Bound *bound, Slot *slot, PyObject *object, int64_t marks, 
   if (keep_shape(&slot->like, slot->shape, slot->strides)) return -1;
   slot->floating = (marks & FLOATING) != 0;
   slot->narrow = (marks & NARROW) && slot->like.dtype.code == DLPACK_INT && slot->like.dtype.bits == 64;
+  slot->raw = (marks & RAW) != 0;
   slot->misaligned = (uintptr_t)alignment - 1;
   slot->bytes = slot->like.dtype.bits / 8;
   for (int d = 0; d < slot->like.rank; d++) {

@@ -15,7 +15,7 @@ HEADER = Path(__file__).with_name("bound_call.h")
 # In the order of BoundBindings in bound_call.h, after the two functions of torch.
 _FFI_FUNCTIONS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised", "TVMFFIObjectDecRef")
 _APART, _TOGETHER = range(2)
-_NARROW, _FLOATING = 1, 2
+_NARROW, _FLOATING, _RAW = 1, 2, 4
 _SLOT, _INT, _FLOAT, _TENSOR = range(4)
 
 
@@ -44,12 +44,14 @@ class Argument(NamedTuple):
 
     Attributes:
         tensor: None: it must be None again.
-        index: int32 or int64, passed as int32; else a floating-point tensor, whose gradient matters.
+        indices: int32 or int64, passed as int32; else a floating-point tensor, whose gradient matters.
+        raw: passed as uint8; elements of one byte.
         alignment: its address must be a multiple of so many bytes.
     """
 
     tensor: Tensor | None
-    index: bool = False
+    indices: bool = False
+    raw: bool = False
     alignment: int = 1
 
 
@@ -108,7 +110,7 @@ class Binder:
         )
         return self._make(
             tuple(item.tensor for item in arguments),
-            tuple((_NARROW if item.index else _FLOATING, item.alignment) for item in arguments),
+            tuple(((_NARROW if item.indices else _FLOATING) | item.raw * _RAW, item.alignment) for item in arguments),
             options,
             (*((*pair, _APART) for pair in apart), *((*pair, _TOGETHER) for pair in together)),
             described,

@@ -146,7 +146,7 @@ class DecodeWork:
         self._pos[:] = self._lens[request] - 1
 
     @property
-    def arrays(self) -> tuple[Ints | None, ...]:
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
         """What `reaches` and `move` look at, for the same in C (plan_move in cuda_launcher.c)."""
         begin = self._last_begin
         return self._lens, self._room, self._request, None if isinstance(begin, int) else begin, self._last, self.items
