@@ -88,6 +88,7 @@ class CudaLauncher:
         function.restype = ctypes.py_object
         self.send: Callable[..., int] | None = function(0) if binder.connected else None
         self.move: Callable[..., int | None] | None = function(1) if binder.connected else None
+        self.cut: Callable[..., tuple[int, int, int, int] | None] | None = function(2) if binder.connected else None
         self._cubins: list[ctypes.Array] = []
 
     def cut_next_loop(self, tasks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,12 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def cutter(device: torch.device) -> Callable[..., tuple[int, int, int, int] | None] | None:
+    """`DecodeWork`'s rules in C; None: no CUDA module is loaded yet."""
+    launcher = store.cuda_launcher() if device.type == "cuda" else None
+    return None if launcher is None else launcher.cut
 
 
 class _Slot:

@@ -266,6 +266,7 @@ class Plan:
             num_kv_heads=self.num_kv_heads,
             workers=workers,
             batch_invariant=self.batch_invariant,
+            cut=gpu_work.cutter(self.device),
         )
 
     def _fits(self, work: WorkList | DecodeWork) -> bool:
