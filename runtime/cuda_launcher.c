@@ -62,6 +62,7 @@ typedef struct {
   CUresult (*launch)(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra);
   CUresult (*capture_mode)(int *mode);
   CUresult (*copy)(uint64_t to, const void *from, size_t bytes, CUstream stream); /* cuMemcpyHtoDAsync */
+  CUresult (*record)(void *event, CUstream stream);
 } Bindings;
 
 static Bindings host;

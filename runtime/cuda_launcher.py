@@ -35,6 +35,7 @@ _DRIVER_FUNCTIONS = (
     *("cuInit", "cuGetErrorString", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent"),
     *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"),
     *("cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode", "cuMemcpyHtoDAsync_v2"),
+    "cuEventRecord",
 )
 # What a manifest says of a kernel -> the letters of cuda_launcher.c.
 ARGUMENTS = {"handle": "p", "int64": "l", "int32": "i", "bool": "b", "float32": "f", "float64": "d"}
@@ -88,6 +89,7 @@ class CudaLauncher:
         function.restype = ctypes.py_object
         self.send: Callable[..., int] | None = function(0) if binder.connected else None
         self.move: Callable[..., int | None] | None = function(1) if binder.connected else None
+        self.record: Callable[..., int] | None = function(3) if binder.connected else None
         self.cut: Callable[..., tuple[int, int, int, int] | None] | None = function(2) if binder.connected else None
         self._cubins: list[ctypes.Array] = []
 

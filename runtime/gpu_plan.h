@@ -291,17 +291,33 @@ static PyObject *plan_cut(PyObject *self, PyObject *const *arguments, ptrdiff_t 
 
 /* ---- on their way to the device ---- */
 
-/* Copy to a device on torch's current stream there. 0 or the driver's error. */
-static CUresult send(int device, uint64_t to, const void *from, size_t bytes) {
-  void *stream = NULL;
-  int pushed;
+/* Enter a device and find torch's current stream there. 0 or the driver's error; then leave(). */
+static CUresult enter_stream(int64_t device, CUstream *stream, int *pushed) {
   if (device < 0 || device >= MAX_DEVICES) return 101; /* CUDA_ERROR_INVALID_DEVICE */
-  if (python.stream(DEVICE_CUDA, device, &stream)) return PyErr_Clear(), 999; /* CUDA_ERROR_UNKNOWN */
-  CUresult error = enter(device, &pushed);
+  if (python.stream(DEVICE_CUDA, (int)device, stream)) return PyErr_Clear(), 999; /* CUDA_ERROR_UNKNOWN */
+  return enter((int)device, pushed);
+}
+
+static CUresult send(int64_t device, uint64_t to, const void *from, size_t bytes) {
+  CUstream stream = NULL;
+  int pushed;
+  CUresult error = enter_stream(device, &stream, &pushed);
   if (error) return error;
   error = host.copy(to, from, bytes, stream);
   leave(pushed);
   return error;
+}
+
+/* (device, event): record it on torch's current stream. The driver's error, 0 = none. */
+static PyObject *plan_record(PyObject *self, PyObject *const *arguments, ptrdiff_t count) {
+  if (count != 2) return wrong_count();
+  int64_t device = PyLong_AsLongLong(arguments[0]), event = PyLong_AsLongLong(arguments[1]);
+  CUstream stream = NULL;
+  int pushed;
+  if (PyErr_Occurred()) return NULL;
+  CUresult error = enter_stream(device, &stream, &pushed);
+  if (!error) error = host.record((void *)(intptr_t)event, stream), leave(pushed);
+  return PyLong_FromLong(error);
 }
 
 /* (device, address there, address in pinned memory, bytes): the driver's error, 0 = none. */
@@ -310,7 +326,7 @@ static PyObject *plan_send(PyObject *self, PyObject *const *arguments, ptrdiff_t
   if (count != 4) return wrong_count();
   for (int n = 0; n < 4; n++) values[n] = PyLong_AsLongLong(arguments[n]);
   if (PyErr_Occurred()) return NULL;
-  return PyLong_FromLong(send((int)values[0], (uint64_t)values[1], (const void *)(intptr_t)values[2], (size_t)values[3]));
+  return PyLong_FromLong(send(values[0], (uint64_t)values[1], (const void *)(intptr_t)values[2], (size_t)values[3]));
 }
 
 /* DecodeWork.reaches and .move, and the copy of the items to the device: (kv_lens, lens, room, request, last_begin, last,
@@ -341,7 +357,7 @@ static PyObject *plan_move(PyObject *self, PyObject *const *arguments, ptrdiff_t
       items[last[b] * ITEM_COLUMNS + KV_LEN] = (int32_t)(kv_lens[b] - begin[b]);
     void *pinned = (void *)(intptr_t)numbers[2];
     memcpy(pinned, items, held.views[6].bytes);
-    error = send((int)numbers[0], (uint64_t)numbers[1], pinned, held.views[6].bytes);
+    error = send(numbers[0], (uint64_t)numbers[1], pinned, held.views[6].bytes);
   }
   release(&held);
   if (reached) return PyLong_FromLong(error);
@@ -353,6 +369,7 @@ static PyMethodDef plan_methods[] = {
     {"send", plan_send, METH_FASTCALL, "Copy from pinned memory to a device on torch's stream there."},
     {"move", plan_move, METH_FASTCALL, "Move a decode batch's items on and copy them to the device."},
     {"cut", plan_cut, METH_FASTCALL, "Cut a decode batch into items."},
+    {"record", plan_record, METH_FASTCALL, "Record an event on torch's stream."},
 };
 
 /* The function of that number. */

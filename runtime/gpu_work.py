@@ -55,7 +55,8 @@ class GpuWork:
     """
 
     __slots__ = (
-        *("_device", "_events", "_fixed", "_items_address", "_next", "_rows_address", "_slots", "_used", "_work"),
+        *("_device", "_events", "_fixed", "_items_address", "_launcher", "_next", "_rows_address", "_slots"),
+        *("_used", "_work"),
         *("buffers", "items", "num_items", "part_lse", "part_o", "rows", "tasks"),
     )
 
@@ -67,6 +68,7 @@ class GpuWork:
         self.num_items, self.tasks = 0, 1
         self._device = self.items.device.index if self.items.device.type == "cuda" else -1
         self._items_address, self._rows_address = buffers.items.data_ptr(), buffers.rows.data_ptr()
+        self._launcher: CudaLauncher | None = None
         self._slots: list[_Slot] = []
         self._next = 0
         self._events: list[torch.cuda.Event | None] = [None] * (_SLOTS // _GROUP)
@@ -88,10 +90,15 @@ class GpuWork:
 
     def _sent(self) -> None:
         """Called after the copies of a slot: the last of a group marks when all of them are done."""
-        if self._next % _GROUP == 0 and self.items.device.type == "cuda":
-            event = torch.cuda.Event()
+        if self._next % _GROUP or self._device < 0:
+            return
+        group = (self._next - 1) % _SLOTS // _GROUP
+        event, launcher = self._events[group], self._launcher
+        if event is None or launcher is None or launcher.record is None:
+            event = self._events[group] = event or torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.items.device))
-            self._events[(self._next - 1) % _SLOTS // _GROUP] = event
+        else:
+            self._expect_none(launcher.record(self._device, event.cuda_event))
 
     def fill(self, work: WorkList | DecodeWork) -> None:
         """Put `work` in the place of what is there, on the current stream; it must fit."""
@@ -115,16 +122,15 @@ class GpuWork:
         self._sent()
 
     def _copy(self, to: int, source: int, to_rows: Tensor, source_rows: Tensor, count: int) -> None:
-        launcher = self._launcher()
+        self._launcher = launcher = store.cuda_launcher() if self._device >= 0 else None
         if launcher is None or launcher.send is None:
             to_rows[:count].copy_(source_rows[:count], non_blocking=True)
-            return
-        error = launcher.send(self._device, to, source, count * to_rows.shape[1] * 4)
+        else:
+            self._expect_none(launcher.send(self._device, to, source, count * to_rows.shape[1] * 4))
+
+    def _expect_none(self, error: int) -> None:
         if error:
             raise RuntimeError(f"{self.items.device}: copying a plan's work list failed with CUDA error {error}")
-
-    def _launcher(self) -> CudaLauncher | None:
-        return store.cuda_launcher() if self._device >= 0 else None
 
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths."""
@@ -142,8 +148,7 @@ class GpuWork:
 
     def moved(self, kv_lens: Ints) -> bool:
         """`move` where the list reaches these lengths, in one step; False: it does not, and is as it was."""
-        launcher = self._launcher()
-        work = self._work
+        launcher, work = self._launcher, self._work
         if launcher is None or launcher.move is None or not isinstance(work, DecodeWork):
             if not self.reaches(kv_lens):
                 return False
@@ -157,7 +162,7 @@ class GpuWork:
             self._next = number
             return False
         if error:
-            raise RuntimeError(f"{self.items.device}: copying a plan's work list failed with CUDA error {error}")
+            self._expect_none(error)
         self._sent()
         return True
 

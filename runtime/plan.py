@@ -352,7 +352,8 @@ class Plan:
         """An uninitialised [T, num_qo_heads, head_dim_vo] like q; None where rows of no request would be left in it."""
         if type(q) is not Tensor or not q.dim() or q.shape[0] != self.covered:
             return None
-        return q.new_empty((self.covered, self.num_qo_heads, self.head_dim_vo))
+        shape = (self.covered, self.num_qo_heads, self.head_dim_vo)
+        return torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
 
     def sinks_f32(self, sinks: Tensor) -> Tensor:
         """`sinks` as dense f32 without gradient; a conversion is remembered until the tensor is written to."""
