@@ -24,6 +24,7 @@ typedef struct {
 enum { METH_FASTCALL = 0x80, PY_EQ = 2 };
 extern PyObject *PyObject_Type(PyObject *object);
 extern PyObject *PyObject_GetAttr(PyObject *object, PyObject *name);
+extern PyObject *PyObject_CallMethodObjArgs(PyObject *object, PyObject *name, ...);
 extern int PyObject_RichCompareBool(PyObject *left, PyObject *right, int operation);
 extern PyObject *PyTuple_GetItem(PyObject *tuple, ptrdiff_t index);
 extern ptrdiff_t PyTuple_Size(PyObject *tuple);
@@ -57,7 +58,7 @@ typedef struct {
   uint32_t small;
   union { int64_t i; double f; void *p; } value;
 } BoundAny; /* TVMFFIAny */
-enum { ANY_INT = 1, ANY_FLOAT = 3, ANY_TENSOR = 7, DLPACK_CPU = 1, DLPACK_INT = 0, DLPACK_UINT = 1 };
+enum { ANY_INT = 1, ANY_FLOAT = 3, ANY_TENSOR = 7, DLPACK_CPU = 1, DLPACK_INT = 0, DLPACK_UINT = 1, DLPACK_FLOAT = 2 };
 
 /* What tilewright_bound_connect() fills in. */
 typedef struct {
@@ -71,7 +72,7 @@ typedef struct {
 } BoundBindings;
 
 static BoundBindings python;
-static PyObject *requires_grad;
+static PyObject *requires_grad, *is_neg;
 
 /* ---- what a call is held to ---- */
 
@@ -130,17 +131,22 @@ static int is_tensor(PyObject *object) {
   return is;
 }
 
-static int wants_grad(PyObject *tensor) {
-  PyObject *wants = PyObject_GetAttr(tensor, requires_grad);
-  if (!wants) return PyErr_Clear(), 1;
-  Py_DecRef(wants); /* True and False outlive it */
-  return wants != python.no;
+static int is_no(PyObject *answer) {
+  if (!answer) return PyErr_Clear(), 0;
+  Py_DecRef(answer); /* True and False outlive it */
+  return answer == python.no;
+}
+
+/* Whether the numbers are those in memory and have no gradient. Only parts of complex tensors are ever negated. */
+static int plain(const Slot *slot, PyObject *tensor) {
+  return is_no(PyObject_GetAttr(tensor, requires_grad)) &&
+         (slot->like.dtype.code != DLPACK_FLOAT || is_no(PyObject_CallMethodObjArgs(tensor, is_neg, NULL)));
 }
 
 /* Whether the tensor is one that the slot was bound for; `tensor` is then as the kernel takes it. */
 static int fits(const Slot *slot, PyObject *object, DLTensor *tensor) {
   if (!slot->present) return object == python.none;
-  if (!is_tensor(object) || (slot->floating && wants_grad(object))) return 0;
+  if (!is_tensor(object) || (slot->floating && !plain(slot, object))) return 0;
   if (python.tensor(object, tensor)) return PyErr_Clear(), 0;
   const DLTensor *like = &slot->like;
   if (tensor->device_type != like->device_type || tensor->device != like->device || tensor->rank != like->rank ||
@@ -335,4 +341,5 @@ EXPORT PyObject *tilewright_bound_make(PyObject *arguments, PyObject *marks, PyO
 EXPORT void tilewright_bound_connect(const BoundBindings *bindings) {
   python = *bindings;
   requires_grad = PyUnicode_InternFromString("requires_grad");
+  is_neg = PyUnicode_InternFromString("is_neg");
 }

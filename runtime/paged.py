@@ -111,7 +111,7 @@ def decode_attention(
         k_scale = pool_scale("k_scale", k_scale)
     if type(v_scale) is not float:
         v_scale = pool_scale("v_scale", v_scale)
-    if type(plan) is Plan and plan.bound and not return_lse and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and not return_lse:
         again = plan.new_out(q) if out is None else out
         for bound in plan.bound:
             if bound(
@@ -228,7 +228,7 @@ def extend_attention(
         k_scale = pool_scale("k_scale", k_scale)
     if type(v_scale) is not float:
         v_scale = pool_scale("v_scale", v_scale)
-    if type(plan) is Plan and plan.bound and not (return_lse or tree_mask is not None or torch.compiler.is_compiling()):
+    if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and tree_mask is None and not return_lse:
         again = plan.new_out(q) if out is None else out
         for bound in plan.bound:
             if bound(

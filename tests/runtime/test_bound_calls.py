@@ -180,6 +180,7 @@ class Strange(torch.Tensor):
     [
         {"q": lambda t: t.as_subclass(Strange)},
         {"q": lambda t: torch.randn(2, 8, 8)[:, ::2]},
+        {"q": torch._neg_view},
         {"k_buffer": lambda t: torch.cat([t, t], 2)[..., :8]},
         {"req_to_token": lambda t: t.long()},
         {"seq_lens": lambda t: t.int()},
