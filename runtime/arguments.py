@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+
 import torch
 from torch import Tensor
 
@@ -276,6 +277,7 @@ def pool_scale(name: str, value: float | Tensor | None) -> float:
             )
         if value.numel() != 1:
             raise ValueError(f"{name}: got shape {list(value.shape)}, expected one number")
+        value = value.item()
     return real(name, value, -math.inf, math.inf)
 
 
@@ -288,7 +290,7 @@ def expect_scales(k_buffer: Tensor, k_scale: float, v_scale: float) -> None:
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         real(name, value, 1e-15, 1e15)
         if value != 1 and k_buffer.dtype is not E4M3:
-            raise ValueError(f"{name}: got {value} with a pool of {k_buffer.dtype}, expected None or 1 ({E4M3} has one)")
+            raise ValueError(f"{name}: got {value} with a pool of {k_buffer.dtype}, expected None or 1; {E4M3} has one")
 
 
 def expect_mask(name: str, mask: Tensor, device: torch.device) -> None:

@@ -15,7 +15,9 @@ import numpy as np
 
 from tilewright.runtime.planner import (
     BALANCED,
+    COUNTER,
     FINE,
+    FIRST_PIECE,
     INVARIANT_SPLIT,
     ITEM_COLUMNS,
     KV_BEGIN,
@@ -23,6 +25,7 @@ from tilewright.runtime.planner import (
     MERGE_COLUMNS,
     OFF,
     PART,
+    PIECES,
     POS,
     PREFIX,
     Q_LEN,
@@ -50,9 +53,22 @@ class DecodeWork:
 
     Attributes:
         items: int32 [W, 10], costliest first. rows: int32 [R, 4]. partials: as in planner.WorkList.
+        joined: the module joins pieces itself; `rows` are the rows that have a counter, not a list for the merge kernel.
     """
 
-    __slots__ = ("_kv_len", "_last", "_last_begin", "_lens", "_pos", "_request", "_room", "items", "partials", "rows")
+    __slots__ = (
+        "_kv_len",
+        "_last",
+        "_last_begin",
+        "_lens",
+        "_pos",
+        "_request",
+        "_room",
+        "items",
+        "joined",
+        "partials",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -76,10 +92,11 @@ class DecodeWork:
             batch_invariant: split at fixed positions, as planner.make_work does.
             cut: the same in C (cuda_launcher.CudaLauncher.cut).
         """
+        self.joined = bool(tiling.joins)
         self._lens = kv_lens.copy()
         fixed = round_up(max(INVARIANT_SPLIT, tiling.min_split), tiling.chunk) if batch_invariant else 0
         if cut is not None:
-            self._cut(cut, tiling, window, num_kv_heads, workers, fixed)
+            self._cut(cut, tiling, window, num_kv_heads * tiling.blocks, workers, fixed)
             return
         lengths = kv_lens if window >= OFF else np.minimum(kv_lens, window)
         low = 0 if window >= OFF else kv_lens - lengths
@@ -91,7 +108,7 @@ class DecodeWork:
             split = bool(counts.max(initial=1) > 1)
             room = (base + counts * fixed if window >= OFF else kv_lens) - kv_lens
         else:
-            size, counts, split = _pieces(lengths, tiling, num_kv_heads, workers)
+            size, counts, split = _pieces(lengths, tiling, num_kv_heads * tiling.blocks, workers)
             room = np.full(len(kv_lens), tiling.chunk)
         # Where the last piece of each request stands in the list, None = request i's in the place of i in _request.
         self._last: Ints | None = None
@@ -109,19 +126,17 @@ class DecodeWork:
             room = np.minimum(np.maximum(tiling.max_split - last, 0), tiling.chunk)
         self._room = room.astype(np.uint64)
 
-    def _cut(
-        self, cut: Callable[..., Any], tiling: Tiling, window: int, num_kv_heads: int, workers: int, fixed: int
-    ) -> None:
+    def _cut(self, cut: Callable[..., Any], tiling: Tiling, window: int, units: int, workers: int, fixed: int) -> None:
         batch = len(self._lens)
         rows, last = np.empty((batch, MERGE_COLUMNS), np.int32), np.empty(batch, np.int64)
         room = np.empty(batch, np.uint64)
-        capacity, done = batch + 2 * workers // num_kv_heads, None
+        capacity, done = batch + 2 * workers // units, None
         while done is None:
             items = np.empty((capacity, ITEM_COLUMNS), np.int32)
             request, begin = np.empty(capacity, np.int64), np.empty(capacity, np.int64)
             done = cut(
                 self._lens, items, rows, request, begin, last, room, window, tiling.chunk, tiling.min_split,
-                tiling.max_split, num_kv_heads, workers, fixed, BALANCED, FINE,
+                tiling.max_split, units, workers, fixed, tiling.joins, BALANCED, FINE,
             )  # fmt: skip
             capacity *= 2
         pieces, merged, self.partials, split = done
@@ -154,6 +169,10 @@ class DecodeWork:
         self._last = place[after - 1]
         self._last_begin = begin[after - 1]
         which = np.flatnonzero(many)
+        if self.joined:
+            own = owner[order]
+            self.items[:, FIRST_PIECE], self.items[:, PIECES] = partial[own], counts[own]
+            self.items[:, COUNTER] = np.where(many, np.cumsum(many), 0)[own]
         self.rows = np.empty((len(which), MERGE_COLUMNS), np.int32)
         self.rows[:, 0] = which
         self.rows[:, 1] = partial[which]

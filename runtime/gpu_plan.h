@@ -19,7 +19,8 @@ extern void PyBuffer_Release(PyBuffer *view);
 enum { PY_SIMPLE = 0, PY_WRITABLE = 1 };
 
 /* planner.py */
-enum { REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, ITEM_COLUMNS = 10, MERGE_COLUMNS = 4 };
+enum { REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, FIRST_NEW, ITEM_COLUMNS, MERGE_COLUMNS = 4 };
+enum { FIRST_PIECE = PREFIX, PIECES = NEW_ROW, COUNTER = FIRST_NEW };
 enum { OFF = 1 << 30 };
 
 extern PyObject *PyExc_TypeError;
@@ -80,7 +81,7 @@ static void order_descending(const int64_t *values, int64_t count, int32_t *orde
 }
 
 typedef struct {
-  int64_t window, chunk, min_split, max_split, units, workers, fixed;
+  int64_t window, chunk, min_split, max_split, units, workers, fixed, joins;
   double balanced, fine;
   int64_t batch;
   const int64_t *kv_lens;
@@ -199,6 +200,11 @@ static void write_lists(Cut *cut, int split, const Lists *lists, int64_t *num_it
       item[KV_LEN] = (int32_t)cut->costs[piece];
       item[POS] = (int32_t)(cut->kv_lens[b] - 1);
       item[PREFIX] = OFF;
+      if (split && cut->joins) {
+        item[FIRST_PIECE] = (int32_t)(count > 1 ? partial : partial - 1); /* not looked at where there is one */
+        item[PIECES] = (int32_t)count;
+        item[COUNTER] = count > 1 ? (int32_t)rows : 0;
+      }
       item[PART] = count > 1 ? (int32_t)(partial + n) : -1;
     }
     if (count > 1) partial += count;
@@ -235,15 +241,16 @@ static void write_state(Cut *cut, int split, const Lists *lists, int64_t pieces)
 }
 
 /* decode_planner.DecodeWork in C: (kv_lens, items, rows, request, last_begin, last, room, window, chunk, min_split,
- * max_split, units, workers, fixed, balanced, fine). Fills the arrays behind kv_lens; (items, rows, partials, split), or None
+ * max_split, units, workers, fixed, joins, balanced, fine). Fills the arrays behind kv_lens; (items, rows, partials, split), or None
  * where `items`, `request` and `last_begin` are too short. fixed: keys between the split points of the batch-invariant mode,
  * 0 = off. */
 static PyObject *plan_cut(PyObject *self, PyObject *const *arguments, ptrdiff_t count) {
-  enum { ARRAYS = 7, NUMBERS = 7 };
+  enum { ARRAYS = 7, NUMBERS = 8 };
   Buffers held;
   Cut cut = {0};
   if (count != ARRAYS + NUMBERS + 2) return wrong_count();
-  int64_t *numbers[NUMBERS] = {&cut.window, &cut.chunk, &cut.min_split, &cut.max_split, &cut.units, &cut.workers, &cut.fixed};
+  int64_t *numbers[NUMBERS] = {&cut.window, &cut.chunk, &cut.min_split, &cut.max_split, &cut.units, &cut.workers, &cut.fixed,
+                              &cut.joins};
   for (int n = 0; n < NUMBERS; n++) *numbers[n] = PyLong_AsLongLong(arguments[ARRAYS + n]);
   cut.balanced = PyFloat_AsDouble(arguments[ARRAYS + NUMBERS]), cut.fine = PyFloat_AsDouble(arguments[ARRAYS + NUMBERS + 1]);
   if (PyErr_Occurred() || hold(&held, arguments, ARRAYS, 0)) return NULL;

@@ -63,6 +63,7 @@ class GpuWork:
     def __init__(self, buffers: Any, fixed: bool) -> None:
         self.buffers, self._fixed = buffers, fixed
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
+        self.part_lse.zero_()  # the counters behind the partial states: every kernel leaves them at 0
         self.items: Tensor = buffers.items[:0]
         self.rows: Tensor | None = None
         self.num_items, self.tasks = 0, 1
@@ -117,7 +118,9 @@ class GpuWork:
             self.num_items = items
         self._used = (items, rows)
         self._copy(self._items_address, slot.items_address, self.buffers.items, slot.items, end_items)
-        if end_rows:
+        if isinstance(work, DecodeWork) and work.joined:
+            self.rows = None
+        elif end_rows:
             self._copy(self._rows_address, slot.rows_address, self.buffers.rows, slot.rows, end_rows)
         self._sent()
 

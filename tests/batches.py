@@ -96,7 +96,6 @@ class PagedBatch:
         arguments = [as_numpy(value) for value in (self.decode_arguments() if decode else self.extend_arguments())]
         return (reference.decode if decode else reference.extend)(*arguments, **options)
 
-
     def _masks(self, mask: np.ndarray) -> list[np.ndarray]:
         """For each request [new, new], of a mask as the public functions take it."""
         news, keys = self.extend_seq_lens.tolist(), self.seq_lens.tolist()

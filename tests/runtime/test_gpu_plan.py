@@ -36,7 +36,7 @@ lengths = st.one_of(
 )
 tilings = st.builds(
     Tiling, st.just(1), st.sampled_from([1, 8, 32, 48]), st.sampled_from([0, 1, 20, 256]),
-    st.sampled_from([0, 8, 40, 1024]),
+    st.sampled_from([0, 8, 40, 1024]), st.just(1), st.sampled_from([1, 2]), st.sampled_from([0, 1]),
 )  # fmt: skip
 BATCH = {
     "lens": lengths,
