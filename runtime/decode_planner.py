@@ -53,7 +53,7 @@ class DecodeWork:
 
     Attributes:
         items: int32 [W, 10], costliest first. rows: int32 [R, 4]. partials: as in planner.WorkList.
-        joined: the module joins pieces itself; `rows` are the rows that have a counter, not a list for the merge kernel.
+        joined: the module joins pieces itself; `rows` are the rows that have a counter, no list for the merge kernel.
     """
 
     __slots__ = (
@@ -140,6 +140,7 @@ class DecodeWork:
             )  # fmt: skip
             capacity *= 2
         pieces, merged, self.partials, split = done
+        self.items: np.ndarray
         self.items, self.rows, self._room = items[:pieces], rows[:merged], room
         self._kv_len, self._pos = self.items[:, KV_LEN], self.items[:, POS]
         self._request = request[:pieces]
