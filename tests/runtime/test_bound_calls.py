@@ -35,7 +35,7 @@ def binder(tmp_path_factory):
 @pytest.fixture
 def model(use_model, binder, monkeypatch):
     """The model with bound calls; checked mode, which they leave to the full call, is off."""
-    monkeypatch.delenv("TILEWRIGHT_CHECK")
+    monkeypatch.setenv("TILEWRIGHT_CHECK", "0")
     return use_model(binder=binder, min_split=8)
 
 
