@@ -24,6 +24,7 @@ typedef struct {
 enum { METH_FASTCALL = 0x80, PY_EQ = 2 };
 extern PyObject *PyObject_Type(PyObject *object);
 extern PyObject *PyObject_GetAttr(PyObject *object, PyObject *name);
+extern PyObject *PyObject_CallNoArgs(PyObject *function);
 extern PyObject *PyObject_CallMethodObjArgs(PyObject *object, PyObject *name, ...);
 extern int PyObject_RichCompareBool(PyObject *left, PyObject *right, int operation);
 extern PyObject *PyTuple_GetItem(PyObject *tuple, ptrdiff_t index);
@@ -68,7 +69,7 @@ typedef struct {
   int (*set_stream)(int32_t device_type, int32_t device, void *stream, void **before);   /* TVMFFIEnvSetStream */
   void (*error_move)(void **error);                                      /* TVMFFIErrorMoveFromRaised */
   int (*object_release)(void *object);                                   /* TVMFFIObjectDecRef */
-  PyObject *tensor_type, *parameter_type, *none, *yes, *no;
+  PyObject *tensor_type, *parameter_type, *none, *yes, *no, *is_grad_enabled;
 } BoundBindings;
 
 static BoundBindings python;
@@ -137,16 +138,16 @@ static int is_no(PyObject *answer) {
   return answer == python.no;
 }
 
-/* Whether the numbers are those in memory and have no gradient. Only parts of complex tensors are ever negated. */
-static int plain(const Slot *slot, PyObject *tensor) {
-  return is_no(PyObject_GetAttr(tensor, requires_grad)) &&
+/* Whether the numbers are those in memory, and no gradient is lost. Only parts of complex tensors are ever negated. */
+static int plain(const Slot *slot, PyObject *tensor, int grad_enabled) {
+  return (!grad_enabled || is_no(PyObject_GetAttr(tensor, requires_grad))) &&
          (slot->like.dtype.code != DLPACK_FLOAT || is_no(PyObject_CallMethodObjArgs(tensor, is_neg, NULL)));
 }
 
 /* Whether the tensor is one that the slot was bound for; `tensor` is then as the kernel takes it. */
-static int fits(const Slot *slot, PyObject *object, DLTensor *tensor) {
+static int fits(const Slot *slot, PyObject *object, int grad_enabled, DLTensor *tensor) {
   if (!slot->present) return object == python.none;
-  if (!is_tensor(object) || (slot->floating && !plain(slot, object))) return 0;
+  if (!is_tensor(object) || (slot->floating && !plain(slot, object, grad_enabled))) return 0;
   if (python.tensor(object, tensor)) return PyErr_Clear(), 0;
   const DLTensor *like = &slot->like;
   if (tensor->device_type != like->device_type || tensor->device != like->device || tensor->rank != like->rank ||
@@ -219,7 +220,9 @@ static PyObject *bound_run(PyObject *self, PyObject *const *arguments, ptrdiff_t
   const Bound *bound = PyCapsule_GetPointer(self, BOUND_NAME);
   DLTensor tensors[MAX_SLOTS];
   int ran = bound && count == bound->num_slots + bound->num_options;
-  for (int n = 0; ran && n < bound->num_slots; n++) ran = fits(&bound->slots[n], arguments[n], &tensors[n]);
+  int grad_enabled = ran && !is_no(PyObject_CallNoArgs(python.is_grad_enabled));
+  for (int n = 0; ran && n < bound->num_slots; n++)
+    ran = fits(&bound->slots[n], arguments[n], grad_enabled, &tensors[n]);
   for (int n = 0; ran && n < bound->num_options; n++)
     ran = same_option(PyTuple_GetItem(bound->options, n), arguments[bound->num_slots + n]);
   for (int n = 0; ran && n < bound->num_pairs; n++) ran = related(bound, &bound->pairs[n], tensors);

@@ -17,6 +17,7 @@ _FFI_FUNCTIONS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFr
 _APART, _TOGETHER = range(2)
 _NARROW, _FLOATING, _RAW = 1, 2, 4
 _SLOT, _INT, _FLOAT, _TENSOR = range(4)
+_is_grad_enabled = torch.is_grad_enabled  # one object for good, whatever becomes of the attribute
 
 
 class Slot(NamedTuple):
@@ -67,8 +68,8 @@ class Binder:
         if table is None:
             return
         addresses = [*table, *(address_of(ffi, name) for name in _FFI_FUNCTIONS)]
-        # Types and constants live as long as the process does.
-        addresses += [id(item) for item in (Tensor, torch.nn.Parameter, None, True, False)]
+        # All of these live as long as the process does.
+        addresses += [id(item) for item in (Tensor, torch.nn.Parameter, None, True, False, _is_grad_enabled)]
         library.tilewright_bound_connect.restype = None
         library.tilewright_bound_connect((ctypes.c_void_p * len(addresses))(*addresses))
         self._make = library.tilewright_bound_make

@@ -107,10 +107,8 @@ def decode_attention(
         NotImplementedError: an option that is not served yet.
         MissingModuleError: no built kernel serves the sizes.
     """
-    if type(k_scale) is not float:
-        k_scale = pool_scale("k_scale", k_scale)
-    if type(v_scale) is not float:
-        v_scale = pool_scale("v_scale", v_scale)
+    k_scale = 1.0 if k_scale is None else pool_scale("k_scale", k_scale)
+    v_scale = 1.0 if v_scale is None else pool_scale("v_scale", v_scale)
     if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and not return_lse:
         again = plan.new_out(q) if out is None else out
         for bound in plan.bound:
@@ -225,10 +223,8 @@ def extend_attention(
     Raises:
         As `decode_attention`.
     """
-    if type(k_scale) is not float:
-        k_scale = pool_scale("k_scale", k_scale)
-    if type(v_scale) is not float:
-        v_scale = pool_scale("v_scale", v_scale)
+    k_scale = 1.0 if k_scale is None else pool_scale("k_scale", k_scale)
+    v_scale = 1.0 if v_scale is None else pool_scale("v_scale", v_scale)
     if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and tree_mask is None and not return_lse:
         again = plan.new_out(q) if out is None else out
         for bound in plan.bound:

@@ -241,3 +241,15 @@ def test_a_kernel_that_fails_says_so(model, monkeypatch):
     monkeypatch.setattr("abi_model._attend", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         decode_attention(*batch.decode_arguments(), plan=plan)
+
+
+def test_a_gradient_that_nobody_wants_is_no_difference(model, only_bound):
+    batch = make_decode_batch([5, 3])
+    plan = plan_decode(batch.seq_lens, **SIZES)
+    expected = decode_attention(*batch.decode_arguments(), plan=plan)
+    batch.q.requires_grad_()
+    with pytest.raises(ValueError, match="q: requires a gradient"):
+        decode_attention(*batch.decode_arguments(), plan=plan)
+    only_bound()
+    with torch.no_grad():
+        assert torch.equal(decode_attention(*batch.decode_arguments(), plan=plan), expected)
