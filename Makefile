@@ -54,7 +54,7 @@ bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
 sanitize: $(CUDA)
 	$(RUN)/tilewright build --all --target $(or $(TARGET),cuda-sm90a)
 	for tool in memcheck racecheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-regex 'kns=paged_|merge_kernel|write_kv' \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name 'regex=paged_|merge_kernel|write_kv' \
 	    $(RUN)/python -m pytest -m cuda $(or $(PYTEST_ARGS),tests/test_cuda_kernels.py) || exit 1; \
 	done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from tilewright.runtime.planner import Ints, WorkList
 # Copies that may be under way: the host waits only where it is so many plans ahead of the GPU. An event costs as much
 # as a copy, so one stands for a group of them.
 _SLOTS, _GROUP = 32, 8
+_kept: list[_Slot] = []
 
 
 @cache
@@ -61,6 +63,7 @@ class GpuWork:
     )
 
     def __init__(self, buffers: Any, fixed: bool) -> None:
+        self._launcher: CudaLauncher | None = None
         self.buffers, self._fixed = buffers, fixed
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
         self.part_lse.zero_()  # the counters behind the partial states: every kernel leaves them at 0
@@ -69,7 +72,6 @@ class GpuWork:
         self.num_items, self.tasks = 0, 1
         self._device = self.items.device.index if self.items.device.type == "cuda" else -1
         self._items_address, self._rows_address = buffers.items.data_ptr(), buffers.rows.data_ptr()
-        self._launcher: CudaLauncher | None = None
         self._slots: list[_Slot] = []
         self._next = 0
         self._events: list[torch.cuda.Event | None] = [None] * (_SLOTS // _GROUP)
@@ -103,6 +105,8 @@ class GpuWork:
 
     def fill(self, work: WorkList | DecodeWork) -> None:
         """Put `work` in the place of what is there, on the current stream; it must fit."""
+        # A list that is made once goes by torch, whose allocator then knows until when the staging area is read.
+        self._launcher = store.cuda_launcher() if self._device >= 0 and self._work is not None else None
         self._work = work
         slot = self._slot()
         items, rows = len(work.items), len(work.rows)
@@ -125,15 +129,24 @@ class GpuWork:
         self._sent()
 
     def _copy(self, to: int, source: int, to_rows: Tensor, source_rows: Tensor, count: int) -> None:
-        self._launcher = launcher = store.cuda_launcher() if self._device >= 0 else None
+        launcher = self._launcher
         if launcher is None or launcher.send is None:
             to_rows[:count].copy_(source_rows[:count], non_blocking=True)
-        else:
+        elif count:
             self._expect_none(launcher.send(self._device, to, source, count * to_rows.shape[1] * 4))
 
     def _expect_none(self, error: int) -> None:
         if error:
             raise RuntimeError(f"{self.items.device}: copying a plan's work list failed with CUDA error {error}")
+
+    def __del__(self) -> None:
+        """Give staging areas back when no copy reads them any more: of the launcher's copies torch does not know."""
+        if self._launcher is None or sys.is_finalizing():
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:  # a capture is under way: they are never given back
+            _kept.extend(self._slots)
 
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths."""
@@ -151,6 +164,8 @@ class GpuWork:
 
     def moved(self, kv_lens: Ints) -> bool:
         """`move` where the list reaches these lengths, in one step; False: it does not, and is as it was."""
+        if self._device >= 0 and self._launcher is None:
+            self._launcher = store.cuda_launcher()
         launcher, work = self._launcher, self._work
         if launcher is None or launcher.move is None or not isinstance(work, DecodeWork):
             if not self.reaches(kv_lens):
