@@ -53,7 +53,7 @@ class DecodeWork:
 
     Attributes:
         items: int32 [W, 10], costliest first. rows: int32 [R, 4]. partials: as in planner.WorkList.
-        joined: the module joins pieces itself; `rows` are the rows that have a counter, no list for the merge kernel.
+        joined: the module joins pieces itself; `rows` tells which rows have a counter, the merge kernel gets none.
     """
 
     __slots__ = (

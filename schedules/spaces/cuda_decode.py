@@ -2,9 +2,10 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode on tensor cores: one CTA a work item and KV head, the query group as rows of mma.m16n8k16.
 
-Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table by cp.async into a ring in shared memory,
-and keeps a softmax state (maximum, sum, values) in registers; the warps' states are joined at the end. The algebra is
-the definition's (paged_attention/definition.py); this file says who computes which part of it.
+Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table into a ring in shared memory (chunk
+by chunk, or whole rows by the copy engine), and keeps a softmax state (maximum, sum, values) in registers; the warps'
+states are joined at the end. The algebra is the definition's (paged_attention/definition.py); this file says who
+computes which part of it.
 
 Keys that the query does not see are never read: the item's range is cut to the visible one first, and what a tile has
 beyond it repeats the last visible key with probability 0.
@@ -77,7 +78,12 @@ def blocks(workload: Workload) -> int:
 def ring_elements(workload: Workload, decisions: Mapping[str, int]) -> int:
     """Elements of 16 bits in the rings of all warps."""
     pitch, _ = layout(decisions["bulk"])
-    return decisions["warps"] * decisions["stages"] * decisions["keys"] * sum(pitch(dim) for dim in _row_elements(workload))
+    return (
+        decisions["warps"]
+        * decisions["stages"]
+        * decisions["keys"]
+        * sum(pitch(dim) for dim in _row_elements(workload))
+    )
 
 
 def _row_elements(workload: Workload) -> tuple[int, int]:
@@ -130,8 +136,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     # A lane's pair i of neighbouring columns: the index of its first in O, from there to the other's, the column.
     NEXT = 4 if FP8 else 1
     first_of = (lambda i, h: i // 2 * 8 + h * 2 + i % 2) if FP8 else (lambda i, h: i * 4 + h * 2)
-    column_of = (lambda i, lane: i // 2 * 16 + (lane % 4) * 4 + i % 2 * 2) if FP8 else (
-        lambda i, lane: i * 8 + (lane % 4) * 2
+    column_of = (
+        (lambda i, lane: i // 2 * 16 + (lane % 4) * 4 + i % 2 * 2) if FP8 else (lambda i, lane: i * 8 + (lane % 4) * 2)
     )
 
     @T.prim_func
@@ -159,7 +165,18 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early})
         p = T.meta_var(
             parameters(
-                workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
+                workload,
+                q_,
+                k_,
+                v_,
+                req_to_token_,
+                req_pool_indices_,
+                kv_start_,
+                items_,
+                sinks_,
+                out_,
+                lse_,
+                part_o_,
                 part_lse_,
             )
         )
@@ -216,6 +233,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 O[i] = T.float32(0)
             for i in T.unroll(BLOCKS * 2):
                 P[i] = T.uint32(0)
+
             @T.inline
             def look_up(i, time):
                 slot[i] = p.req_to_token[
@@ -406,7 +424,9 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                     tile
                                     + TILE * KROW
                                     + place(
-                                        k * 16 + ((lane // 8) % 2) * 8 + lane % 8, T.min(jj * 2 + lane // 16, VC - 1), VE
+                                        k * 16 + ((lane // 8) % 2) * 8 + lane % 8,
+                                        T.min(jj * 2 + lane // 16, VC - 1),
+                                        VE,
                                     )
                                 ]
                             ),

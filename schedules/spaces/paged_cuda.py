@@ -7,7 +7,15 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_decode_wide, cuda_extend, cuda_states
+from tilewright.schedules.spaces import (
+    Decisions,
+    Space,
+    UnsupportedWorkload,
+    cuda_decode,
+    cuda_decode_wide,
+    cuda_extend,
+    cuda_states,
+)
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
