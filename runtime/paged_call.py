@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from tilewright.runtime.arguments import (
     sizes,
     soft_cap,
 )
-from tilewright.runtime.bound_call import Argument, Launch, Slot
+from tilewright.runtime.bound_paged import ARGUMENTS, bind
 from tilewright.runtime.dispatch import Kernel, kernel
 from tilewright.runtime.gpu_work import GpuWork
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
@@ -110,7 +110,7 @@ def run(
     given: tuple[Tensor | None, ...] = ()
     if to_bind:
         given = (
-            q, k_new, v_new, k_buffer, v_buffer, out, sinks, *(write or _NOTHING_WRITTEN), req_to_token,
+            q, k_new, v_new, k_buffer, v_buffer, out, sinks, *(write or (None, None, None)), req_to_token,
             req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens,
         )  # fmt: skip
     if call.detach:
@@ -203,11 +203,12 @@ def run(
             work.part_o, work.part_lse, work.rows, sinks_f32, out, lse
         )
     if to_bind and sinks_f32 is (call.no_sinks if sinks is None else sinks):
-        _bind(plan, call, dict(zip(_ARGUMENTS, given, strict=True)) | {"out": out}, options, lse)
+        bind(plan, call, dict(zip(ARGUMENTS, given, strict=True)) | {"out": out}, options, lse)
+        del plan.bound[:-_REMEMBERED_CALLS]
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What a call needs besides its tensors: everything that follows from shapes, dtypes, options and the plan.
 
     detach: an argument requires a gradient. dense: last dimensions of all inputs are. new_only: the buffers are not
@@ -238,78 +239,6 @@ class _Call(NamedTuple):
 
 # Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
 _REMEMBERED_CALLS = 8
-# What a bound call takes, in this order; behind them the options as in run.
-_ARGUMENTS = (
-    *("q", "k", "v", "k_buffer", "v_buffer", "out", "sinks", "key", "value", "loc"),
-    *("req_to_token", "req_pool_indices", "seq_lens", "extend_seq_lens", "extend_start_loc", "kv_start", "kv_lens"),
-)
-_FLOATS = frozenset(_ARGUMENTS[:9])
-_NOTHING_WRITTEN = (None, None, None)
-
-
-def _bind(plan: Plan, call: _Call, given: dict[str, Tensor | None], options: tuple[Any, ...], lse: Tensor) -> None:
-    """Remember a call that has just run as a bound one of the plan, where the kernels read the arguments as they are.
-
-    Args:
-        plan: of the call.
-        call: outcome of its checks.
-        given: its arguments by name, the output among them.
-        options: its other arguments.
-        lse: scratch memory.
-    """
-    rows = gpu_rows if call.on_gpu else dense_rows
-    read = ("q", "k", "v", "k_buffer", "v_buffer")
-    used = [name for name in read if given[name] is not None and not (call.new_only and name.endswith("buffer"))]
-    used += [name for name in ("key", "value") if given[name] is not None]
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if any(rows(tensors[name]) is not tensors[name] for name in used):
-        return
-    at = {name: Slot(number) for number, name in enumerate(_ARGUMENTS)}
-    work, device = call.work, tensors["q"].device
-    sinks: Slot | Tensor = at["sinks"] if "sinks" in tensors else call.no_sinks
-    fp8 = call.no_new is not None
-    scales = options[-2:] if fp8 else ()
-    keys: list[Slot | Tensor] = [at["k"], at["v"]] if call.new_only else [at["k_buffer"], at["v_buffer"]]
-    if "extend_seq_lens" in tensors:
-        keys += [at["k"], at["v"]] if "k" in tensors else call.no_new or keys
-    attend = Launch(
-        call.attend.run,
-        (
-            at["q"], *keys, at["req_to_token"], at["req_pool_indices"],
-            at["kv_start"] if "kv_start" in tensors else plan.zeros, work.items, sinks, at["out"], lse, work.part_o,
-            work.part_lse, call.scale_log2, call.cap_log2, call.scale_over_cap, call.window, call.lookahead,
-            *scales,
-        ),
-        work.tasks,
-    )  # fmt: skip
-    launches, together = [attend], []
-    apart = [("out", name) for name in used if "extend_seq_lens" in tensors or name == "q"]
-    if "key" in tensors:
-        write = kernel("write_kv", call.dtype, None, None, None, device, KV_DTYPE if fp8 else None).run
-        launches.insert(0, Launch(write, (at["key"], at["k_buffer"], at["loc"], *scales[:1])))
-        apart += [("k_buffer", "key"), ("k_buffer", "value")]
-        if tensors["k_buffer"].data_ptr() == tensors["v_buffer"].data_ptr():
-            together.append(("k_buffer", "v_buffer"))
-        else:
-            launches.insert(1, Launch(write, (at["value"], at["v_buffer"], at["loc"], *scales[1:])))
-            apart += [("v_buffer", "key"), ("v_buffer", "value"), ("v_buffer", "k_buffer")]
-    if work.rows is not None:
-        merge = kernel("merge", call.dtype, None, None, None, device).run
-        launches.append(Launch(merge, (work.part_o, work.part_lse, work.rows, sinks, at["out"], lse)))
-    alignment = {name: 16 for name in used} | {"out": 4} if call.on_gpu else {}
-    bound = call.attend.bind(
-        [
-            Argument(given[name], name not in _FLOATS, fp8 and name.endswith("buffer"), alignment.get(name, 1))
-            for name in _ARGUMENTS
-        ],
-        options,
-        [(at[a].number, at[b].number) for a, b in apart],
-        [(at[a].number, at[b].number) for a, b in together],
-        launches,
-    )
-    if bound is not None:
-        plan.bound.append(bound)
-        del plan.bound[:-_REMEMBERED_CALLS]
 
 
 def _prepare(
@@ -340,7 +269,7 @@ def _prepare(
     lse: Tensor | None,
     batch_invariant: bool,
     plan: Plan | None,
-) -> tuple[Plan, _Call]:
+) -> tuple[Plan, Call]:
     """Check everything but index values, make the plan where none is given, find the module. Nothing is written."""
     decode = extend_seq_lens is None
     # -- shapes, dtypes, devices
@@ -458,7 +387,7 @@ def _prepare(
     if lse is not None:
         expect("lse", lse, (tokens, num_qo_heads), torch.float32, device)
         expect_writable("lse", lse)
-    return plan, _Call(
+    return plan, Call(
         attend, work, dtype, (tokens, num_qo_heads, dim_vo),
         scale_log2=scale * _LOG2E,
         cap_log2=logit_cap * _LOG2E,
