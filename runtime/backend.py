@@ -304,10 +304,14 @@ class PagedAttentionBackend(AttentionBackend):
             v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
         fp8 = k_buffer.dtype is E4M3
         k_scale, v_scale = layer_scales(layer) if fp8 else (None, None)
+        key = value = loc = None
         if k is not None and v is not None:
             if save_kv_cache:
                 loc = forward_batch.encoder_out_cache_loc if cross else forward_batch.out_cache_loc
-                write_kv(k, v, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale)
+                if decode and not cross:
+                    key, value = k, v  # written in one call with the attention
+                else:
+                    write_kv(k, v, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale)
                 if fp8 and self.batch_invariant:
                     k = v = None  # read back as later chunks will
         causal = not cross and str(getattr(layer.attn_type, "value", layer.attn_type)) != "encoder_only"
@@ -330,7 +334,9 @@ class PagedAttentionBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens if metadata.seq_lens is None else metadata.seq_lens
         paging = (self.req_to_token, forward_batch.req_pool_indices, seq_lens)
         if decode:
-            out = decode_attention(q, k_buffer, v_buffer, *paging, plan=plan, **common)
+            out = decode_attention(
+                q, k_buffer, v_buffer, *paging, key=key, value=value, loc=loc, plan=plan, **common
+            )  # fmt: skip
         else:
             if cross:
                 k = v = None  # written above; queries see the encoder's keys only

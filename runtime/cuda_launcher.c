@@ -16,6 +16,9 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
+#define BOUND_CUT(tasks) ((void)(tasks)) /* loops are the CPU's */
+#include "bound_call.h"
+
 enum { MAX_DEVICES = 64, MAX_ARGUMENTS = 64, DEVICE_CUDA = 2 };
 
 /* ---- the driver's types, as far as they are used ---- */
@@ -58,6 +61,8 @@ typedef struct {
   CUresult (*function_set)(CUfunction function, int attribute, int value);
   CUresult (*launch)(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra);
   CUresult (*capture_mode)(int *mode);
+  CUresult (*copy)(uint64_t to, const void *from, size_t bytes, CUstream stream); /* cuMemcpyHtoDAsync */
+  CUresult (*record)(void *event, CUstream stream);
 } Bindings;
 
 static Bindings host;
@@ -197,6 +202,31 @@ static CUresult allow_shared(Kernel *kernel, CUfunction function, int bytes) {
   return error;
 }
 
+/* Make the device's context the current one, until leave(). */
+static CUresult enter(int ordinal, int *pushed) {
+  CUcontext context = __atomic_load_n(&contexts[ordinal], __ATOMIC_ACQUIRE), before = NULL;
+  CUresult error = 0;
+  *pushed = 0;
+  if (!context) {
+    CUdevice device;
+    error = host.init(0);
+    if (!error) error = host.device_get(&device, ordinal);
+    if (!error) error = host.context_retain(&context, device);
+    if (error) return error;
+    __atomic_store_n(&contexts[ordinal], context, __ATOMIC_RELEASE); /* of a device there is one: a race is no harm */
+  }
+  error = host.context_current(&before);
+  if (error || before == context) return error;
+  error = host.context_push(context);
+  *pushed = !error;
+  return error;
+}
+
+static void leave(int pushed) {
+  CUcontext before;
+  if (pushed) host.context_pop(&before);
+}
+
 static int launch(Kernel *kernel, const Any *arguments, int count) {
   union { int64_t l; int32_t i; uint8_t b; float f; double d; void *p; } values[MAX_ARGUMENTS];
   void *addresses[MAX_ARGUMENTS];
@@ -243,24 +273,10 @@ static int launch(Kernel *kernel, const Any *arguments, int count) {
   }
 
   CUfunction function = __atomic_load_n(&kernel->functions[current_device], __ATOMIC_ACQUIRE);
-  CUresult error = 0;
-  const char *call = "cuLaunchKernelEx";
-  CUcontext context = __atomic_load_n(&contexts[current_device], __ATOMIC_ACQUIRE), before = NULL;
-  if (!context) {
-    CUdevice device;
-    call = "cuDevicePrimaryCtxRetain";
-    error = host.init(0);
-    if (!error) error = host.device_get(&device, current_device);
-    if (!error) error = host.context_retain(&context, device);
-    if (error) return driver_error(kernel, call, error);
-    __atomic_store_n(&contexts[current_device], context, __ATOMIC_RELEASE); /* of a device there is one: a race is no harm */
-  }
-  error = host.context_current(&before);
-  if (error) return driver_error(kernel, "cuCtxGetCurrent", error);
-  if (before != context) {
-    error = host.context_push(context);
-    if (error) return driver_error(kernel, "cuCtxPushCurrent", error);
-  }
+  const char *call = "entering the device's context";
+  int pushed = 0;
+  CUresult error = enter(current_device, &pushed);
+  if (error) return driver_error(kernel, call, error);
   if (!function ||
       (int)config.shared_bytes > __atomic_load_n(&kernel->shared_limit[current_device], __ATOMIC_RELAXED)) {
     pthread_mutex_lock(&lock);
@@ -270,7 +286,7 @@ static int launch(Kernel *kernel, const Any *arguments, int count) {
     pthread_mutex_unlock(&lock);
   }
   if (!error) call = "cuLaunchKernelEx", error = host.launch(&config, function, addresses, NULL);
-  if (before != context) host.context_pop(&before);
+  leave(pushed);
   return error ? driver_error(kernel, call, error) : 0;
 }
 
@@ -286,3 +302,5 @@ EXPORT int tilewright_cuda_call(Kernel *kernel, const Any *arguments, int32_t co
   current_device = (int)device;
   return 0;
 }
+
+#include "gpu_plan.h"

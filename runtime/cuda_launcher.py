@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.runtime.bound_call import Binder
 from tilewright.runtime.errors import IncompatibleModuleError
 from tilewright.runtime.launcher import address_of, open_module
 from tilewright.runtime.manifest import KernelEntry
@@ -33,7 +34,8 @@ _FFI_FUNCTIONS = ("TVMFFIErrorSetRaisedFromCStr", "TVMFFIEnvGetStream")
 _DRIVER_FUNCTIONS = (
     *("cuInit", "cuGetErrorString", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent"),
     *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"),
-    *("cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode"),
+    *("cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode", "cuMemcpyHtoDAsync_v2"),
+    "cuEventRecord",
 )
 # What a manifest says of a kernel -> the letters of cuda_launcher.c.
 ARGUMENTS = {"handle": "p", "int64": "l", "int32": "i", "bool": "b", "float32": "f", "float64": "d"}
@@ -78,6 +80,17 @@ class CudaLauncher:
                 addresses.append(address)
         self._library.tilewright_cuda_bind((ctypes.c_void_p * len(addresses))(*addresses))
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
+        if address_of(self._library, "tilewright_bound_make") is None:
+            raise IncompatibleModuleError(f"{path}: it is of another tilewright; rebuild it")
+        locked = ctypes.PyDLL(str(path))
+        binder = Binder(locked, ffi)
+        self.bind = binder.bind
+        function = locked.tilewright_cuda_plan_function
+        function.restype = ctypes.py_object
+        self.send: Callable[..., int] | None = function(0) if binder.connected else None
+        self.move: Callable[..., int | None] | None = function(1) if binder.connected else None
+        self.record: Callable[..., int] | None = function(3) if binder.connected else None
+        self.cut: Callable[..., tuple[int, int, int, int] | None] | None = function(2) if binder.connected else None
         self._cubins: list[ctypes.Array] = []
 
     def cut_next_loop(self, tasks: int) -> None:

@@ -7,7 +7,9 @@ ranges, for as many steps as leave the split sound.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +79,7 @@ class DecodeWork:
         num_kv_heads: int,
         workers: int,
         batch_invariant: bool,
+        cut: Callable[..., tuple[int, int, int, int] | None] | None = None,
     ) -> None:
         """Plan a batch.
 
@@ -87,13 +90,18 @@ class DecodeWork:
             num_kv_heads: heads that run as units of their own.
             workers: units that the device runs at once; not looked at when batch_invariant.
             batch_invariant: split at fixed positions, as planner.make_work does.
+            cut: the same in C (cuda_launcher.CudaLauncher.cut).
         """
         self.joined = bool(tiling.joins)
+        self._lens = kv_lens.copy()
+        fixed = round_up(max(INVARIANT_SPLIT, tiling.min_split), tiling.chunk) if batch_invariant else 0
+        if cut is not None:
+            self._cut(cut, tiling, window, num_kv_heads * tiling.blocks, workers, fixed)
+            return
         lengths = kv_lens if window >= OFF else np.minimum(kv_lens, window)
         low = 0 if window >= OFF else kv_lens - lengths
         base: Ints | int = low
         if batch_invariant:
-            fixed = round_up(max(INVARIANT_SPLIT, tiling.min_split), tiling.chunk)
             base = low // fixed * fixed
             counts = np.maximum(-(-(kv_lens - base) // fixed), 1)
             size: Ints = np.full_like(counts, fixed)
@@ -102,7 +110,6 @@ class DecodeWork:
         else:
             size, counts, split = _pieces(lengths, tiling, num_kv_heads * tiling.blocks, workers)
             room = np.full(len(kv_lens), tiling.chunk)
-        self._lens = kv_lens.copy()
         # Where the last piece of each request stands in the list, None = request i's in the place of i in _request.
         self._last: Ints | None = None
         self._last_begin: Ints | int
@@ -118,6 +125,26 @@ class DecodeWork:
             last = kv_lens - self._last_begin if split else lengths
             room = np.minimum(np.maximum(tiling.max_split - last, 0), tiling.chunk)
         self._room = room.astype(np.uint64)
+
+    def _cut(self, cut: Callable[..., Any], tiling: Tiling, window: int, units: int, workers: int, fixed: int) -> None:
+        batch = len(self._lens)
+        rows, last = np.empty((batch, MERGE_COLUMNS), np.int32), np.empty(batch, np.int64)
+        room = np.empty(batch, np.uint64)
+        capacity, done = batch + 2 * workers // units, None
+        while done is None:
+            items = np.empty((capacity, ITEM_COLUMNS), np.int32)
+            request, begin = np.empty(capacity, np.int64), np.empty(capacity, np.int64)
+            done = cut(
+                self._lens, items, rows, request, begin, last, room, window, tiling.chunk, tiling.min_split,
+                tiling.max_split, units, workers, fixed, tiling.joins, BALANCED, FINE,
+            )  # fmt: skip
+            capacity *= 2
+        pieces, merged, self.partials, split = done
+        self.items: np.ndarray
+        self.items, self.rows, self._room = items[:pieces], rows[:merged], room
+        self._kv_len, self._pos = self.items[:, KV_LEN], self.items[:, POS]
+        self._request = request[:pieces]
+        self._last, self._last_begin = (last, begin[:batch]) if split else (None, begin[:pieces])
 
     def _split(self, base: Ints | int, low: Ints | int, size: Ints, counts: Ints) -> None:
         batch = len(counts)
@@ -165,6 +192,12 @@ class DecodeWork:
         self._kv_len, self._pos = items[:, KV_LEN], items[:, POS]
         self._kv_len[:] = ends - begin
         self._pos[:] = self._lens[request] - 1
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """What `reaches` and `move` look at, for the same in C (plan_move in cuda_launcher.c)."""
+        begin = self._last_begin
+        return self._lens, self._room, self._request, None if isinstance(begin, int) else begin, self._last, self.items
 
     def reaches(self, kv_lens: Ints) -> bool:
         """Whether `move` can serve these lengths ([B] int64): each at or a little past the planned one."""

@@ -23,10 +23,10 @@ class Kernel:
 
     Attributes:
         run: the function (docs/kernel-abi.md). tiling: the planner's parameters, None where the operator has none.
-        cut_next_loop: as of store.Module.
+        cut_next_loop, bind: as of store.Module.
     """
 
-    __slots__ = ("cut_next_loop", "run", "tiling")
+    __slots__ = ("bind", "cut_next_loop", "run", "tiling")
 
     def __init__(self, module: store.Module) -> None:
         self.run = module.function
@@ -38,7 +38,7 @@ class Kernel:
                 f"{module.path.parent}: manifest: plan: got {plan}, expected {', '.join(Tiling._fields)}; "
                 "build it again"
             ) from None
-        self.cut_next_loop = module.cut_next_loop
+        self.cut_next_loop, self.bind = module.cut_next_loop, module.bind
 
 
 @cache

@@ -59,6 +59,9 @@ static __thread int wanted_tasks;
  * number is right, for any loop. */
 EXPORT void tilewright_cut_next_loop(int tasks) { wanted_tasks = tasks; }
 
+#define BOUND_CUT(tasks) tilewright_cut_next_loop(tasks)
+#include "bound_call.h"
+
 typedef struct {
   Task task;
   void *data;

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.runtime.bound_call import Binder
 from tilewright.runtime.errors import IncompatibleModuleError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _POINTERS = {
     "__TVMBackendAllocWorkspace": "tilewright_alloc_workspace",
     "__TVMBackendFreeWorkspace": "tilewright_free_workspace",
 }
-_FUNCTIONS = (*_POINTERS.values(), "tilewright_cut_next_loop", "tilewright_workspace_bytes")
+_FUNCTIONS = (*_POINTERS.values(), "tilewright_cut_next_loop", "tilewright_workspace_bytes", "tilewright_bound_make")
 PATCHED_SYMBOLS = frozenset(_POINTERS)
 # The mangled name is that of at::get_num_threads().
 _OMP_FUNCTIONS = ("GOMP_parallel", "_ZN2at15get_num_threadsEv", "omp_in_parallel")
@@ -128,8 +129,10 @@ class Launcher:
             )
         self._functions = {pointer: address_of(self._library, name) for pointer, name in _POINTERS.items()}
         self._library.tilewright_workspace_bytes.restype = ctypes.c_int64
+        locked = ctypes.PyDLL(str(path))
+        self.bind = Binder(locked, ffi).bind
         # The interpreter's lock is kept: letting go of it costs more than the call.
-        self.cut_next_loop: Callable[[int], object] = ctypes.PyDLL(str(path)).tilewright_cut_next_loop
+        self.cut_next_loop: Callable[[int], object] = locked.tilewright_cut_next_loop
         """Cut the next parallel loop that the calling thread starts into so many tasks; any number is right."""
         self.cut_next_loop.argtypes, self.cut_next_loop.restype = [ctypes.c_int], None  # type: ignore[attr-defined]
 

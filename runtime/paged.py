@@ -107,10 +107,18 @@ def decode_attention(
         NotImplementedError: an option that is not served yet.
         MissingModuleError: no built kernel serves the sizes.
     """
-    if type(k_scale) is not float:
-        k_scale = pool_scale("k_scale", k_scale)
-    if type(v_scale) is not float:
-        v_scale = pool_scale("v_scale", v_scale)
+    k_scale = 1.0 if k_scale is None else pool_scale("k_scale", k_scale)
+    v_scale = 1.0 if v_scale is None else pool_scale("v_scale", v_scale)
+    if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and not return_lse:
+        again = plan.new_out(q) if out is None else out
+        for bound in plan.bound:
+            if bound(
+                q, None, None, k_buffer, v_buffer, again, sinks, key, value, loc, req_to_token, req_pool_indices,
+                seq_lens, None, None, kv_start, kv_lens, sm_scale, True, logit_cap, window, page_size, batch_invariant,
+                k_scale, v_scale,
+            ):  # fmt: skip
+                assert again is not None
+                return again
     batch_invariant = flag("batch_invariant", batch_invariant)
     write = None
     if key is not None or value is not None:
@@ -215,7 +223,18 @@ def extend_attention(
     Raises:
         As `decode_attention`.
     """
-    k_scale, v_scale = pool_scale("k_scale", k_scale), pool_scale("v_scale", v_scale)
+    k_scale = 1.0 if k_scale is None else pool_scale("k_scale", k_scale)
+    v_scale = 1.0 if v_scale is None else pool_scale("v_scale", v_scale)
+    if not torch.compiler.is_compiling() and type(plan) is Plan and plan.bound and tree_mask is None and not return_lse:
+        again = plan.new_out(q) if out is None else out
+        for bound in plan.bound:
+            if bound(
+                q, k, v, k_buffer, v_buffer, again, sinks, None, None, None, req_to_token, req_pool_indices, seq_lens,
+                extend_seq_lens, extend_start_loc, kv_start, kv_lens, sm_scale, causal, logit_cap, window, page_size,
+                batch_invariant, k_scale, v_scale,
+            ):  # fmt: skip
+                assert again is not None
+                return again
     if (k is None) != (v is None):
         raise ValueError("k, v: got one of the two, expected both or neither")
     causal, batch_invariant = flag("causal", causal), flag("batch_invariant", batch_invariant)

@@ -32,6 +32,7 @@ from tilewright.runtime.arguments import (
     sizes,
     soft_cap,
 )
+from tilewright.runtime.bound_paged import ARGUMENTS, bind
 from tilewright.runtime.dispatch import Kernel, kernel
 from tilewright.runtime.gpu_work import GpuWork
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
@@ -81,6 +82,7 @@ def run(
     index = (req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens)
     options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant, k_scale, v_scale)
     call = looks = None
+    to_bind = False
     if isinstance(plan, Plan):
         try:
             # All that the checks ask of tensors that hold numbers.
@@ -102,8 +104,15 @@ def run(
         if looks is not None and not call.detach:
             plan.calls.append((looks, index, options, call))
             del plan.calls[:-_REMEMBERED_CALLS]
+            to_bind = lse is None and tree_mask is None and not return_lse
     assert plan is not None
     attend, work = call.attend, call.work
+    given: tuple[Tensor | None, ...] = ()
+    if to_bind:
+        given = (
+            q, k_new, v_new, k_buffer, v_buffer, out, sinks, *(write or (None, None, None)), req_to_token,
+            req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens,
+        )  # fmt: skip
     if call.detach:
         q, k_buffer, v_buffer = q.detach(), k_buffer.detach(), v_buffer.detach()
         if k_new is not None and v_new is not None:
@@ -193,10 +202,13 @@ def run(
         kernel("merge", call.dtype, None, None, None, q.device).run(
             work.part_o, work.part_lse, work.rows, sinks_f32, out, lse
         )
+    if to_bind and sinks_f32 is (call.no_sinks if sinks is None else sinks):
+        bind(plan, call, dict(zip(ARGUMENTS, given, strict=True)) | {"out": out}, options, lse)
+        del plan.bound[:-_REMEMBERED_CALLS]
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What a call needs besides its tensors: everything that follows from shapes, dtypes, options and the plan.
 
     detach: an argument requires a gradient. dense: last dimensions of all inputs are. new_only: the buffers are not
@@ -257,7 +269,7 @@ def _prepare(
     lse: Tensor | None,
     batch_invariant: bool,
     plan: Plan | None,
-) -> tuple[Plan, _Call]:
+) -> tuple[Plan, Call]:
     """Check everything but index values, make the plan where none is given, find the module. Nothing is written."""
     decode = extend_seq_lens is None
     # -- shapes, dtypes, devices
@@ -375,7 +387,7 @@ def _prepare(
     if lse is not None:
         expect("lse", lse, (tokens, num_qo_heads), torch.float32, device)
         expect_writable("lse", lse)
-    return plan, _Call(
+    return plan, Call(
         attend, work, dtype, (tokens, num_qo_heads, dim_vo),
         scale_log2=scale * _LOG2E,
         cap_log2=logit_cap * _LOG2E,

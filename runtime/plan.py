@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -86,6 +87,7 @@ class Plan:
         causal, window: what the ranges are trimmed to (extend; in decode a call's own window is used).
         handle: number by which compiled graphs refer to the plan.
         calls: outcomes of the checks of calls with this plan, for the lengths that it holds (paged_call.py).
+        bound: the same calls where they can be made again without Python (bound_call.py).
     """
 
     _handles = itertools.count()
@@ -136,6 +138,7 @@ class Plan:
         self._narrowed: dict[int, tuple[Tensor, int, torch.Size, Tensor]] = {}
         self._sinks: tuple[Tensor, int, Tensor] | None = None
         self.calls: list[tuple] = []
+        self.bound: list[Callable[..., bool]] = []
         self._scratch_lse = torch.empty((0, num_qo_heads), dtype=torch.float32, device=self.device)
         self._set_lengths(lengths)
         self.handle = next(self._handles)
@@ -215,13 +218,20 @@ class Plan:
         self._set_lengths(lengths)
         self._narrowed.clear()
         self.calls.clear()
+        self.bound.clear()
         for key, work in remade.items():
             self._store(key, work)
 
     def _moved(self, kv_lens: np.ndarray) -> bool:
         """Move all lists on to these lengths where they reach so far."""
+        if len(self._work) == 1:
+            (only,) = self._work.values()
+            if not only.moved(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+                return False
+            self.lengths.kv_lens[:] = kv_lens
+            return True
         for work in self._work.values():
-            if not work.reaches(kv_lens):  # type: ignore[union-attr]  # on a GPU all are of GpuWork
+            if not work.reaches(kv_lens):  # type: ignore[union-attr]
                 return False
         for work in self._work.values():
             work.move(kv_lens)  # type: ignore[union-attr]
@@ -256,6 +266,7 @@ class Plan:
             num_kv_heads=self.num_kv_heads,
             workers=workers,
             batch_invariant=self.batch_invariant,
+            cut=gpu_work.cutter(self.device),
         )
 
     def _fits(self, work: WorkList | DecodeWork) -> bool:
@@ -336,6 +347,13 @@ class Plan:
         if self._scratch_lse.shape[0] != tokens:
             self._scratch_lse = torch.empty((tokens, self.num_qo_heads), dtype=torch.float32, device=self.device)
         return self._scratch_lse
+
+    def new_out(self, q: Tensor) -> Tensor | None:
+        """An uninitialised [T, num_qo_heads, head_dim_vo] like q; None where rows of no request would be left in it."""
+        if type(q) is not Tensor or not q.dim() or q.shape[0] != self.covered:
+            return None
+        shape = (self.covered, self.num_qo_heads, self.head_dim_vo)
+        return torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
 
     def sinks_f32(self, sinks: Tensor) -> Tensor:
         """`sinks` as dense f32 without gradient; a conversion is remembered until the tensor is written to."""

@@ -119,6 +119,7 @@ class Module:
         path: the loaded file.
         origin: of its decisions: "tuned", "default" or "given".
         cut_next_loop: says into how many tasks the next call of this thread had best cut its loop.
+        bind: makes bound calls of this and other modules of the device type (bound_call.Binder.bind).
     """
 
     function: Callable[..., Any]
@@ -128,6 +129,7 @@ class Module:
     path: Path
     origin: str
     cut_next_loop: Callable[[int], object] = lambda tasks: None
+    bind: Callable[..., Callable[..., bool] | None] = lambda *described: None
 
 
 @cache
@@ -400,10 +402,17 @@ def _load(artifact: Artifact) -> Module:
             f"{build_command(manifest.name, manifest.target)}"
         ) from None
     module = Module(
-        function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin, launcher.cut_next_loop
-    )
+        function, dict(manifest.plan), artifact.workload, manifest.target, path, manifest.origin,
+        launcher.cut_next_loop, launcher.bind,
+    )  # fmt: skip
     _modules[path] = (identity, module)
     return module
+
+
+def cuda_launcher() -> CudaLauncher | None:
+    """The process's launcher of CUDA modules; None: no such module is loaded yet."""
+    found = _launchers.get("cuda")
+    return found if isinstance(found, CudaLauncher) else None
 
 
 def _get_launcher(artifact: Artifact) -> Launcher | CudaLauncher:

@@ -7,15 +7,28 @@ Each function asserts what the document promises about its arguments.
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+import tvm_ffi
 from torch import Tensor
 
 from tilewright.runtime.errors import MissingModuleError
 from tilewright.schedules.workload import Workload
+
+
+def _borrowed(view: tvm_ffi.Tensor) -> Tensor:
+    """What a kernel's host code was given, as a torch tensor over the same memory."""
+    dtype, shape, strides = getattr(torch, str(view.dtype)), tuple(view.shape), tuple(view.strides)
+    if 0 in shape:
+        return torch.empty(0, dtype=dtype).as_strided(shape, strides)
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(view.data_ptr())
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def _dense(tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
@@ -215,14 +228,15 @@ class ModelStore:
 
     calls: (workload name, arguments) of every kernel call so far.
     padding: as on a GPU, padding in the lists is skipped; else there must be none.
+    binder: `bind` of a launcher, for calls that are made again without Python; None: there are none.
     joins: decode joins the pieces of a row itself, as on a GPU.
     """
 
     def __init__(
         self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True,
-        padding: bool = False, joins: int = 0,
+        padding: bool = False, joins: int = 0, binder: Callable | None = None,
     ) -> None:  # fmt: skip
-        self.padding, self.joins = padding, joins
+        self.padding, self.joins, self.binder = padding, joins, binder
         self.plan = {"block_q": block_q, "chunk": chunk, "min_split": min_split}
         self.general, self.special = general, special
         self.calls: list[tuple[str, tuple]] = []
@@ -266,4 +280,19 @@ class ModelStore:
             self.calls.append((workload.name, arguments))
             function(*arguments)
 
-        return SimpleNamespace(function=counted, plan=plan, workload=workload, cut_next_loop=lambda tasks: None)
+        return SimpleNamespace(
+            function=counted, plan=plan, workload=workload, cut_next_loop=lambda tasks: None, bind=self._bind
+        )
+
+    def _bind(self, arguments, options, apart, together, launches):
+        if self.binder is None:
+            return None
+
+        def packed(function):
+            def run(*operands):
+                function(*(_borrowed(x) if isinstance(x, tvm_ffi.Tensor) else x for x in operands))
+
+            return tvm_ffi.convert(run)
+
+        launches = [launch._replace(function=packed(launch.function)) for launch in launches]
+        return self.binder(arguments, options, apart, together, launches)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,16 @@ from tilewright.codegen.bench.setups import Setup
 from tilewright.codegen.roofline import Limits
 from tilewright.codegen.tolerances import PAGED
 from tilewright.runtime.dispatch import kernel
-from tilewright.runtime.plan import Plan
+from tilewright.schedules.catalog import LATENT
 from tilewright.schedules.workload import Workload
 
 DECODE = Workload("paged_decode", "bf16", 4, 128, 128)
+FP8_DECODE = Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3")
 EXTEND = Workload("paged_extend", "bf16", 4, 128, 128)
 KV_HEADS = 8
 LIMIT_BYTES, LIMIT_SIDE = 4 << 30, 8192
 BURST = 8
-REQUIRED_PLAN_US, REQUIRED_STEP_US, REQUIRED_CALL_US = 60.0, 10.0, 8.0
+REQUIRED_PLAN_US, REQUIRED_STEP_US, REQUIRED_CALL_US, REQUIRED_BALANCE = 60.0, 10.0, 8.0, 1.15
 
 
 @dataclass(frozen=True)
@@ -42,32 +44,47 @@ class GpuCase:
         batch: requests.
         prefix: keys of each in the pool, without the new ones (extend).
         tokens: keys of each (decode) or new tokens of each (extend).
+        kv_heads: KV heads; of one whose values have fewer dims than its keys they are the first of the keys' (latent).
         required: how many times as fast as the best peer the kernel must be; None: nothing was promised.
+        most_us: and how long it may take.
     """
 
     workload: Workload
     batch: int
     tokens: int
     prefix: int = 0
+    kv_heads: int = KV_HEADS
     required: float | None = 1.0
+    most_us: float | None = None
 
     @property
     def name(self) -> str:
         """Workload and sizes, e.g. "paged_extend-bf16-g4-d128 8x(4096+512)-h32/8"."""
         tokens = f"({self.prefix}+{self.tokens})" if self.prefix else str(self.tokens)
-        return f"{self.workload.name} {self.batch}x{tokens}-h{KV_HEADS * (self.workload.group or 1)}/{KV_HEADS}"
+        heads = self.kv_heads * (self.workload.group or 1)
+        return f"{self.workload.name} {self.batch}x{tokens}-h{heads}/{self.kv_heads}"
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are views of keys."""
+        return self.workload.head_dim_qk != self.workload.head_dim_vo
 
 
 CASES = (
-    GpuCase(DECODE, 1, 4096),
-    GpuCase(DECODE, 1, 32768),
+    GpuCase(DECODE, 1, 4096, most_us=9),
+    GpuCase(DECODE, 1, 32768, most_us=36),
     GpuCase(DECODE, 16, 4096),
     GpuCase(DECODE, 64, 4096),
     GpuCase(DECODE, 256, 2048),
+    GpuCase(LATENT, 64, 4096, kv_heads=1, most_us=76),
+    GpuCase(FP8_DECODE, 64, 4096),
     GpuCase(EXTEND, 1, 8192),
     GpuCase(EXTEND, 4, 4096),
     GpuCase(EXTEND, 8, 512, 4096),
 )
+
+
+MIXED = CASES[3]
 
 
 def needed(workload: Workload) -> list[Workload]:
@@ -114,34 +131,16 @@ def limits() -> Limits:
     return Limits(flops, max(2 * LIMIT_BYTES / copied, LIMIT_BYTES / read))
 
 
-def _decode_call(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: Tensor, lens: Tensor, out: Tensor, plan: Plan
-) -> Call:
-    return Call(lambda: tilewright.decode_attention(q, k, v, table, rows, lens, out=out, plan=plan), lambda _: (out,))
-
-
-def _extend_call(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: Tensor, lens: Tensor, news: Tensor, out: Tensor, plan: Plan,
-    new_slots: Tensor,
-) -> Call:  # fmt: skip
-    new_k, new_v = k[new_slots], v[new_slots]
-    return Call(
-        lambda: tilewright.extend_attention(
-            q, new_k, new_v, k, v, table, rows, lens, news, out=out, plan=plan
-        ),
-        lambda _: (out,),
-    )  # fmt: skip
-
-
 def set_up(case: GpuCase) -> Setup:
     """Make the data and the contestants of a case."""
-    workload, batch, prefix, tokens = case.workload, case.batch, case.prefix, case.tokens
-    decode = workload.operator == "paged_decode"
-    dim, group = workload.head_dim_qk or 0, workload.group or 1
-    heads, dtype, total = group * KV_HEADS, DTYPES[workload.dtype], prefix + tokens
+    workload, batch, prefix, tokens, kv_heads = case.workload, case.batch, case.prefix, case.tokens, case.kv_heads
+    decode, fp8 = workload.operator == "paged_decode", workload.kv_dtype is not None
+    dim, dim_vo, group = workload.head_dim_qk or 0, workload.head_dim_vo or 0, workload.group or 1
+    heads, dtype, total = group * kv_heads, DTYPES[workload.dtype], prefix + tokens
+    pool_dtype = torch.float8_e4m3fn if fp8 else dtype
     torch.manual_seed(SEED)
     queries = batch if decode else batch * tokens
-    size = 2 * batch * total * KV_HEADS * dim * dtype.itemsize
+    size = batch * total * kv_heads * (dim if case.latent else dim + dim_vo) * pool_dtype.itemsize
     copies = max(2, cold_bytes() // size + 1)
 
     def normal(*shape: int) -> Tensor:
@@ -152,29 +151,35 @@ def set_up(case: GpuCase) -> Setup:
     lens = torch.full((batch,), total, device="cuda", dtype=torch.int32)
     news = torch.full((batch,), tokens, device="cuda", dtype=torch.int32)
     sizes: dict[str, Any] = {
-        "num_qo_heads": heads, "num_kv_heads": KV_HEADS, "head_dim_qk": dim, "head_dim_vo": dim, "device": "cuda"
+        "num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": dim, "head_dim_vo": dim_vo, "device": "cuda"
     }  # fmt: skip
     plan = tilewright.plan_decode(lens, **sizes) if decode else tilewright.plan_extend(lens, news, **sizes)
-    q, out = normal(queries, heads, dim), torch.empty(queries, heads, dim, device="cuda", dtype=dtype)
+    q, out = normal(queries, heads, dim), torch.empty(queries, heads, dim_vo, device="cuda", dtype=dtype)
     ours: list[Call] = []
     theirs: dict[str, list[Call]] = {}
     for _ in range(copies):
-        k, v = normal(batch * total, KV_HEADS, dim), normal(batch * total, KV_HEADS, dim)
-        keys, values = (x[table].transpose(1, 2).contiguous() for x in (k, v))
+        k = normal(batch * total, kv_heads, dim).to(pool_dtype)
+        v = k[..., :dim_vo] if case.latent else normal(batch * total, kv_heads, dim_vo).to(pool_dtype)
+        paging = (k, v, req_to_token, rows, lens)
+        keys, values = (x.to(dtype)[table].transpose(1, 2).contiguous() for x in (k, v))
+        call: Callable[..., object]
         if decode:
-            ours.append(_decode_call(q, k, v, req_to_token, rows, lens, out, plan))
-            found = gpu_peers.decode(q, keys, values, (k, v), table)
+            call = partial(tilewright.decode_attention, q, *paging, out=out, plan=plan)
+            peers = gpu_peers.latent if case.latent else gpu_peers.decode
+            found = peers(q, keys, values, None if fp8 else (k, v), table)
         else:
-            ours.append(_extend_call(q, k, v, req_to_token, rows, lens, news, out, plan, table[:, prefix:].flatten()))
+            new = table[:, prefix:].flatten()
+            call = partial(tilewright.extend_attention, q, k[new], v[new], *paging, news, out=out, plan=plan)
             found = gpu_peers.extend(q, keys, values, (k, v), table, prefix)
-        for name, call in found.items():
-            theirs.setdefault(name, []).append(call)
+        ours.append(Call(call, lambda _: (out,)))
+        for name, peer in found.items():
+            theirs.setdefault(name, []).append(peer)
     visible = batch * (tokens * prefix + tokens * (tokens + 1) / 2) if not decode else float(batch * tokens)
     return Setup(
         [Contestant("tilewright", "ours", ours), *(Contestant(name, "peer", calls) for name, calls in theirs.items())],
         (PAGED[dtype],),
-        4.0 * visible * heads * dim,
-        float(size + 2 * q.nbytes),
+        2.0 * visible * heads * (dim + dim_vo),
+        float(size + q.nbytes + out.nbytes),
         f"{copies} copies in turn",
     )
 
@@ -184,6 +189,60 @@ def time_case(case: GpuCase, *, rounds: int, seconds: float) -> tuple[Setup, Con
     setup = set_up(case)
     gpu_protocol.check(setup.contestants, setup.tolerances[0])
     return setup, gpu_protocol.measure(setup.contestants, rounds=rounds, seconds=seconds)
+
+
+def mixed_lengths(requests: int, tokens: int) -> np.ndarray:
+    """[requests] lengths drawn evenly from 1 to 2 * tokens - 1, in pairs that hold 2 * tokens keys together."""
+    half = np.random.default_rng(SEED).integers(1, 2 * tokens, requests // 2)
+    return np.concatenate([half, 2 * tokens - half])
+
+
+def balance_costs(*, rounds: int, seconds: float) -> list[Cost]:
+    """Ratios of decode times: mixed lengths over equal ones, the batch-invariant mode over the default."""
+    requests, tokens = MIXED.batch, MIXED.tokens
+    total, heads, dim = requests * tokens, (DECODE.group or 1) * KV_HEADS, DECODE.head_dim_qk or 0
+    dtype = DTYPES[DECODE.dtype]
+    k, v = (torch.randn(total, KV_HEADS, dim, device="cuda", dtype=dtype) for _ in range(2))
+    q, rows = torch.randn(requests, heads, dim, device="cuda", dtype=dtype), torch.arange(requests, device="cuda")
+    order = torch.randperm(total, device="cuda", dtype=torch.int32)
+
+    def contestant(name: str, lens: np.ndarray, invariant: bool) -> Contestant:
+        table = torch.zeros(requests, int(lens.max()), device="cuda", dtype=torch.int32)
+        for row, own in zip(table, order.split(lens.tolist()), strict=True):
+            row[: len(own)] = own
+        plan = tilewright.plan_decode(
+            lens, num_qo_heads=heads, num_kv_heads=KV_HEADS, head_dim_qk=dim, head_dim_vo=dim, device="cuda",
+            batch_invariant=invariant,
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        call = partial(
+            tilewright.decode_attention, q, k, v, table, rows, torch.from_numpy(lens).cuda(), out=out, plan=plan,
+            batch_invariant=invariant,
+        )  # fmt: skip
+        return Contestant(name, "ours", [Call(call, lambda _: (out,))])
+
+    equal, mixed = np.full(requests, tokens), mixed_lengths(requests, tokens)
+    contest = gpu_protocol.measure(
+        [
+            contestant("equal", equal, False),
+            contestant("mixed", mixed, False),
+            contestant("invariant", equal, True),
+            contestant("mixed invariant", mixed, True),
+        ],
+        rounds=rounds, seconds=seconds,
+    )  # fmt: skip
+    times = {timing.name: timing for timing in contest.timings}
+
+    def over(name: str, base: str, text: str) -> Cost:
+        one, other = times[name], times[base].median
+        return Cost(text, one.median / other, one.low / other, one.high / other, "x", REQUIRED_BALANCE)
+
+    sizes = f"{requests} requests of 1 to {2 * tokens - 1} keys"
+    return [
+        over("mixed", "equal", f"decode of {sizes}, over as many keys in equal lengths"),
+        over("invariant", "equal", f"batch-invariant decode over the default, {requests} requests of {tokens} keys"),
+        over("mixed invariant", "mixed", f"batch-invariant decode over the default, {sizes}"),
+    ]
 
 
 def costs(rounds: int = 100) -> list[Cost]:

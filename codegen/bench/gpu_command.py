@@ -11,6 +11,7 @@ import torch
 from tilewright.codegen.bench import gpu_cases, gpu_peers, machine, report
 from tilewright.codegen.records import current_environment
 from tilewright.runtime import store
+from tilewright.schedules.catalog import all_workloads
 
 ROUNDS, SECONDS = 20, 1.0
 
@@ -25,6 +26,9 @@ def bench(
     """
     if not torch.cuda.is_available():
         raise click.ClickException(f"{target}: torch sees no CUDA device")
+    offered = set(all_workloads(target))
+    skipped = {case.name: f"{target} has no such kernel" for case in chosen if case.workload not in offered}
+    chosen = [case for case in chosen if case.workload in offered]
     needed = dict.fromkeys(item for case in (*chosen, gpu_cases.CASES[0]) for item in gpu_cases.needed(case.workload))
     found = {workload: store.find(workload, target).found for workload in needed}
     missing = [workload.name for workload, artifact in found.items() if artifact is None]
@@ -52,12 +56,15 @@ def bench(
                     bytes=setup.bytes,
                     limit_us=1e6 * limits.seconds(setup.flops, setup.bytes),
                     required=case.required,
+                    most_us=case.most_us,
                     contest=contest,
                 )
             )
             del setup
             torch.cuda.empty_cache()
-        costs = gpu_cases.costs() if with_costs else []
+        costs = []
+        if with_costs:
+            costs = gpu_cases.costs() + gpu_cases.balance_costs(rounds=rounds or ROUNDS, seconds=SECONDS)
     return report.Report(
         command=shlex.join(["tilewright", *sys.argv[1:]]),
         machine=gpu_cases.describe(),
@@ -68,6 +75,6 @@ def bench(
         others=canary.others(),
         rows=rows,
         costs=costs,
-        skipped=gpu_peers.left_out,
+        skipped=skipped | gpu_peers.left_out,
         product="bf16 matrix product",
     )

@@ -6,7 +6,7 @@ that refuses the sizes, a package that is not installed) is left out, and `left_
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,10 +69,13 @@ def version() -> str:
     return "" if module is None else f"FlashInfer {module.__version__}"
 
 
-def decode(q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor], table: Tensor) -> dict[str, Call]:
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor] | None, table: Tensor
+) -> dict[str, Call]:
     """One token per request over equal contexts, q [B, Hq, D]: out [B, Hq, Dv].
 
-    keys and values are [B, Hk, N, D], gathered; pool is [S, Hk, D] twice, of which table [B, N] are the slots.
+    keys and values are [B, Hk, N, D], gathered; pool is [S, Hk, D] twice, of which table [B, N] are the slots; None: it
+    is of another type than q, and peers that read pages are left out.
     """
     batch, heads, dim = q.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
@@ -87,7 +90,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor],
 
     forms = {name: sdpa(backend) for name, backend in _BACKENDS.items()}
     flashinfer = _flashinfer()
-    if flashinfer is not None:
+    if flashinfer is not None and pool is not None:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
         counts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * tokens
         wrapper.plan(
@@ -96,6 +99,36 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor],
         )  # fmt: skip
         paged = tuple(x.unsqueeze(1) for x in pool)
         forms["flashinfer decode, tensor cores"] = _run(wrapper, q, paged)
+    return _working(forms)
+
+
+def latent(
+    q: Tensor, keys: Tensor, values: Tensor, pool: tuple[Tensor, Tensor] | None, table: Tensor
+) -> dict[str, Call]:
+    """As `decode` where the one KV head's values [B, 1, N, Dv] are the first dims of its keys [B, 1, N, D]."""
+    batch, heads, dim = q.shape
+    dense, dim_vo, scale = keys[:, 0], values.shape[3], q.shape[2] ** -0.5
+
+    def products() -> Tensor:
+        scores = torch.bmm(q, dense.transpose(1, 2)).float() * scale
+        return torch.bmm(scores.softmax(-1).to(q.dtype), dense[..., :dim_vo])
+
+    forms = {"torch bmm": Call(products, lambda out: (_tensor(out),))}
+    flashinfer = _flashinfer()
+    if flashinfer is not None and pool is not None:
+        counts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        tokens = keys.shape[2]
+        parts = pool[0][..., :dim_vo], pool[0][..., dim_vo:]
+        for backend in ("fa2", "fa3"):
+            wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(), backend=backend)
+            wrapper.plan(
+                counts, counts * tokens, table.flatten().int(),
+                torch.full((batch,), tokens, dtype=torch.int32, device="cuda"), heads, dim_vo, dim - dim_vo, 1, False,
+                scale, q.dtype, q.dtype,
+            )  # fmt: skip
+            out = torch.empty(batch, heads, dim_vo, dtype=q.dtype, device="cuda")
+            run = partial(wrapper.run, q[..., :dim_vo], q[..., dim_vo:], *parts, out=out)
+            forms[f"flashinfer MLA {backend}"] = Call(run, lambda written: (_tensor(written),))
     return _working(forms)
 
 

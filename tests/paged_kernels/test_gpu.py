@@ -1,6 +1,7 @@
 """What only a GPU has: streams, graphs with plans refreshed in place, several devices, nothing that waits."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ from paged_sizes import SPECIAL, decode_batch, paged_batch
 from tolerances import PAGED, assert_close
 
 import tilewright
+from tilewright.runtime.backend import PagedAttentionBackend
+from tilewright.runtime.forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.runtime.plan import plan_decode, plan_extend
 from tilewright.runtime.plan_buffers import PlanBuffers
+from tilewright.runtime.pools import ReqToTokenPool, TokenToKVPool
 
 SIZE = SPECIAL[0]
 pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("device", ["cuda"], indirect=True)]
@@ -197,3 +201,65 @@ def test_what_gpus_do_not_serve_is_told():
     x, state = torch.zeros(1, 2, 128).bfloat16(), torch.zeros(1, 2, 128, 128)
     with pytest.raises(NotImplementedError, match="lightning_decode: got tensors on cuda:0"):
         tilewright.lightning_decode(x, x, x, state, torch.zeros(1, dtype=torch.int32), torch.zeros(2))
+
+
+class Server:
+    """A backend over pools full of keys, and the static tensors of its graphs: two layers, one with a window."""
+
+    def __init__(self, requests, longest):
+        heads = SIZE.group * SIZE.kv_heads
+        table, pool = ReqToTokenPool(requests, longest, "cuda"), torch.randperm(requests * longest) + 1
+        table.req_to_token[1:] = pool.view(requests, longest)
+        kv = TokenToKVPool(
+            requests * longest,
+            layer_num=2,
+            head_num=SIZE.kv_heads,
+            head_dim=SIZE.dim,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        for buffer in kv.k_buffer + kv.v_buffer:
+            buffer.normal_()
+        self.backend = PagedAttentionBackend(
+            SimpleNamespace(device="cuda", req_to_token_pool=table, token_to_kv_pool=kv)
+        )
+        self.layers = [
+            AttentionLayer(n, heads, SIZE.kv_heads, SIZE.dim, SIZE.dim, SIZE.dim**-0.5, sliding_window_size=window)
+            for n, window in enumerate((-1, 99))
+        ]
+        self.table = table.req_to_token
+        self.qkv = [torch.empty(requests, n * SIZE.dim, dtype=torch.bfloat16) for n in (heads, *[SIZE.kv_heads] * 2)]
+        ones = torch.ones(requests, dtype=torch.int64)
+        self.batch = ForwardBatch(
+            ForwardMode.DECODE, requests, torch.arange(requests) + 1, ones, ones.clone(), seq_lens_cpu=ones.cpu()
+        )
+
+    def load(self, lens):
+        """Another step of these lengths in the static tensors."""
+        for x in self.qkv:
+            x.normal_()
+        self.batch.seq_lens.copy_(torch.tensor(lens)), self.batch.seq_lens_cpu.copy_(torch.tensor(lens, device="cpu"))
+        self.batch.out_cache_loc.copy_(self.table[self.batch.req_pool_indices, torch.tensor(lens) - 1])
+
+    def forward(self):
+        return [self.backend.forward(*self.qkv, layer, self.batch) for layer in self.layers]
+
+
+def test_a_captured_backend_decodes_as_an_eager_one():
+    """Keys written and attended to in one graph, steps that grow and batches anew: the eager forward's results."""
+    lens = [3000, 1, 64, 700]
+    server = Server(len(lens), 4096)
+    backend = server.backend
+    backend.init_cuda_graph_state(4, 4)
+    server.load([1] * 4)
+    backend.init_forward_metadata_out_graph(server.batch, in_capture=True)
+    outs = []
+    graph = captured(lambda: outs.append(server.forward()))
+    for step in (*([n + grown for n in lens] for grown in range(12)), [1, 4096, 4000, 7], [2, 2, 2, 2]):
+        server.load(step)
+        backend.init_forward_metadata_out_graph(server.batch)
+        graph.replay()
+        got = [out.clone() for out in outs[-1]]
+        backend.init_forward_metadata(server.batch)
+        for out, eager in zip(got, server.forward(), strict=True):
+            assert_close(out, eager.cpu().double().numpy(), PAGED[torch.bfloat16])

@@ -251,7 +251,7 @@ def test_host_overhead(monkeypatch):
     batch = make_decode_batch([5], num_qo_heads=32, num_kv_heads=8, dim=128, dtype=torch.bfloat16)
     kernel = dispatch.Kernel.__new__(dispatch.Kernel)
     kernel.run, kernel.tiling = (lambda *_: None), dispatch.Tiling(1, 256, 512)
-    kernel.cut_next_loop = lambda _: None
+    kernel.cut_next_loop, kernel.bind = (lambda _: None), (lambda *_: None)
     monkeypatch.setattr("tilewright.runtime.paged_call.kernel", lambda *_: kernel)
     plan = plan_decode(batch.seq_lens, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128, device="cpu")
     arguments, out = batch.decode_arguments(), batch.out()

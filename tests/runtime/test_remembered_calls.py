@@ -1,39 +1,13 @@
 """Checks that a plan remembers: a call like an earlier one is not checked again, one that differs is, and as before."""
 
-import math
-
 import pytest
 import torch
 from batches import make_decode_batch
+from paged_calls import WRONG
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime.paged import decode_attention
 from tilewright.runtime.plan import plan_decode
-
-# What is wrong with a call, given the arguments of a right one.
-WRONG = {
-    "q: dtype": lambda a: {"q": a["q"].double()},
-    "q: rows": lambda a: {"q": a["q"][:1]},
-    "q: gradient": lambda a: {"q": a["q"].clone().requires_grad_()},
-    "q: no tensor": lambda a: {"q": a["q"].numpy()},
-    "k_buffer: dtype": lambda a: {"k_buffer": a["k_buffer"].half()},
-    "k_buffer: heads": lambda a: {"k_buffer": a["k_buffer"][:, :1]},
-    "v_buffer: rank": lambda a: {"v_buffer": a["v_buffer"][0]},
-    "req_to_token: dtype": lambda a: {"req_to_token": a["req_to_token"].float()},
-    "req_pool_indices: batch": lambda a: {"req_pool_indices": a["req_pool_indices"][:1]},
-    "seq_lens: other lengths": lambda a: {"seq_lens": a["seq_lens"] + 1},
-    "out: shape": lambda a: {"out": a["out"][..., :4]},
-    "out: dtype": lambda a: {"out": a["out"].half()},
-    "out: shared memory": lambda a: {"out": a["out"][:1].expand_as(a["out"])},
-    "out: gradient": lambda a: {"out": a["out"].clone().requires_grad_()},
-    "window": lambda a: {"window": -1},
-    "logit_cap": lambda a: {"logit_cap": -1.0},
-    "sm_scale": lambda a: {"sm_scale": math.nan},
-    "sinks": lambda a: {"sinks": torch.zeros(3)},
-    "page_size": lambda a: {"page_size": 0},
-    "kv_start": lambda a: {"kv_start": torch.zeros(1, dtype=torch.int32)},
-    "batch_invariant": lambda a: {"batch_invariant": True},
-}
 
 
 @pytest.mark.parametrize("name", WRONG)
