@@ -19,15 +19,19 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
+import tvm_ffi
 from tvm import DataType, tirx
-from tvm.ir.expr import Var
+from tvm.ir.expr import StringImm, Var
 from tvm.s_tir import TensorIntrin
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from tilewright.schedules.lowering import TRIP
+
 TILE_ROWS = 16
 TILE_WORDS = 16  # 32-bit words in a row
 TILE_REGISTERS = 8
+OVER = "tilewright.amx.over"  # on the loop of a `bf16_product_over`: its steps of 32 an iteration
 
 # TVM has no type for a tile. Any type of 1024 bytes passes through its code generator; only LLVM looks at the value.
 _TILE = "int32x256"
@@ -123,6 +127,146 @@ def products_fit(*sizes: tuple[int, int]) -> bool:
         held.update(set(streamed))
         needed |= held
     return needed.total() <= TILE_REGISTERS
+
+
+@functools.cache
+def bf16_product_over(rows: int, columns: int, depth: int, step: int) -> str:
+    """Register the `fresh` product of `bf16_product` as a loop over depth whose accumulators stay in tile registers.
+
+    Shapes and layouts are those of `bf16_product`. The loop, `depth / step` iterations of `step`, carries the
+    annotation `OVER` (and may be given another extent by then): `product_loops` must make code of it. An accumulator is
+    stored once, where `bf16_product` over the same loop would load and store it in every iteration.
+
+    Args:
+        rows, columns: multiples of 16 whose tiles fit the registers, see `products_fit`.
+        depth: a multiple of `step`.
+        step: a multiple of 32.
+
+    Returns:
+        The name for `Schedule.tensorize`, whose block has the loops i, j, k.
+
+    Raises:
+        ValueError: sizes that are no such multiples.
+    """
+    if rows % 16 or columns % 16 or step < 32 or step % 32 or depth < step or depth % step:
+        raise ValueError(f"bf16_product_over: got {rows} x {columns} x {depth} by {step}, expected multiples of 16, 16, step, 32")
+    if not products_fit((rows, columns)):
+        raise ValueError(f"bf16_product_over: {rows} x {columns} holds more tiles at once than there are registers ({TILE_REGISTERS})")
+
+    def description() -> None:
+        a = _matrix("A", (rows, depth), "bfloat16")
+        b = _matrix("B", (depth // 2, columns, 2), "bfloat16")
+        c = _matrix("C", (rows, columns), "float32")
+        with T.sblock("root"):
+            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
+            T.writes(c[0:rows, 0:columns])
+            with T.grid(rows, columns, depth) as loops, T.sblock("product"):
+                i, j, k = T.axis.remap("SSR", loops)
+                product = a[i, k].astype("float32") * b[k // 2, j, k % 2].astype("float32")
+                T.buffer_store(c, c[i, j] + product, [i, j])
+
+    def implementation() -> None:
+        a_row, b_row, c_row = _sizes("A_row", "B_row", "C_row")
+        a = _matrix("A", (rows, depth), "bfloat16", [a_row, 1])
+        b = _matrix("B", (depth // 2, columns, 2), "bfloat16", [b_row, 2, 1])
+        c = _matrix("C", (rows, columns), "float32", [c_row, 1])
+        with T.sblock("root"):
+            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
+            T.writes(c[0:rows, 0:columns])
+            with T.serial(0, depth // step, annotations={OVER: step // 32, TRIP: "keys"}):
+                operands = [(_address(m, *[0] * len(m.shape)), _bytes(m, m.strides[0])) for m in (c, a, b)]
+                T.evaluate(
+                    tirx.call_extern("void", f"tilewright_amx_product_{rows}x{columns}", *(x for pair in operands for x in pair))
+                )
+
+    return _register(f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}", description, implementation)
+
+
+def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Make code of the loops that `bf16_product_over` left: one function of LLVM's, inlined, which loops itself."""
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.Stmt:
+        steps = dict(loop.annotations).get(OVER)
+        if steps is None:
+            return mutator.default_mutate(loop)
+        call = loop.body.value
+        name = str(call.args[0].value)
+        rows, columns = (int(n) for n in name.rpartition("_")[2].split("x"))
+        call = tirx.call_extern("void", name, *call.args[1:], loop.extent.astype("int64") * int(steps))
+        return tirx.AttrStmt(
+            tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_product_loop(name, rows, columns)), tirx.Evaluate(call)
+        )
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def _product_loop(name: str, rows: int, columns: int) -> str:
+    """LLVM IR: C = sum over `steps` of A's next 32 columns times B's next 16 rows of pairs. TVM has no loop that carries a tile."""
+    zero, load, product, store = (
+        f"@llvm.x86.{n}.internal" for n in ("tilezero", "tileloadd64", "tdpbf16ps", "tilestored64")
+    )
+    tiles = [(i, j) for i in range(rows // 16) for j in range(columns // 16)]
+    body: list[str] = []
+
+    def matrix_tile(register: str, base: str, row_bytes: str, rows: int, column_bytes: int) -> None:
+        body.append(f"  %{register}_down = mul i64 {row_bytes}, {rows}")
+        body.append(f"  %{register}_off = add i64 %{register}_down, {column_bytes}")
+        body.append(f"  %{register}_at = getelementptr i8, ptr {base}, i64 %{register}_off")
+        body.append(f"  %{register} = call x86_amx {load}(i16 16, i16 64, ptr %{register}_at, i64 {row_bytes})")
+
+    streamed_rows = rows > columns
+    done: set[str] = set()
+    order = sorted(tiles) if streamed_rows else sorted(tiles, key=lambda t: (t[1], t[0]))
+    for i, j in order:
+        for register, base, row_bytes, down, right in (
+            (f"a{i}", "%a_next", "%a_row", 16 * i, 0),
+            (f"b{j}", "%b_next", "%b_row", 0, 64 * j),
+        ):
+            if register not in done:
+                done.add(register)
+                matrix_tile(register, base, row_bytes, down, right)
+        body.append(
+            f"  %new{i}_{j} = call x86_amx {product}(i16 16, i16 64, i16 64, "
+            f"x86_amx %sum{i}_{j}, x86_amx %a{i}, x86_amx %b{j})"
+        )
+    loop, body = body, []
+    for i, j in tiles:
+        body.append(f"  %down{i}_{j} = mul i64 %c_row, {16 * i}")
+        body.append(f"  %off{i}_{j} = add i64 %down{i}_{j}, {64 * j}")
+        body.append(f"  %at{i}_{j} = getelementptr i8, ptr %c, i64 %off{i}_{j}")
+        body.append(f"  call void {store}(i16 16, i16 64, ptr %at{i}_{j}, i64 %c_row, x86_amx %all{i}_{j})")
+    return "\n".join(
+        [
+            f"define void @{name}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, ptr %b, i64 %b_row, i64 %steps) {{",
+            "entry:",
+            *(f"  %zero{i}_{j} = call x86_amx {zero}(i16 16, i16 64)" for i, j in tiles),
+            "  %b_step = mul i64 %b_row, 16",
+            "  %some = icmp sgt i64 %steps, 0",
+            "  br i1 %some, label %loop, label %done",
+            "loop:",
+            *(f"  %sum{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles),
+            "  %a_next = phi ptr [ %a, %entry ], [ %a_then, %loop ]",
+            "  %b_next = phi ptr [ %b, %entry ], [ %b_then, %loop ]",
+            "  %step = phi i64 [ 0, %entry ], [ %after, %loop ]",
+            *loop,
+            "  %a_then = getelementptr i8, ptr %a_next, i64 64",
+            "  %b_then = getelementptr i8, ptr %b_next, i64 %b_step",
+            "  %after = add i64 %step, 1",
+            "  %more = icmp slt i64 %after, %steps",
+            "  br i1 %more, label %loop, label %done",
+            "done:",
+            *(
+                f"  %all{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles
+            ),
+            *body,
+            "  ret void",
+            "}",
+            f"declare x86_amx {zero}(i16, i16)",
+            f"declare x86_amx {load}(i16, i16, ptr, i64)",
+            f"declare x86_amx {product}(i16, i16, i16, x86_amx, x86_amx, x86_amx)",
+            f"declare void {store}(i16, i16, ptr, i64, x86_amx)",
+        ]
+    )
 
 
 @functools.cache

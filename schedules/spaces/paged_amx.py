@@ -191,12 +191,17 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 
     sch.compute_at(value, block, preserve_unit_loops=True)
     r, e, t = sch.get_loops(value)[-3:]
-    pv_tile, pv_step, t = sch.split(t, [None, tile_keys // n["pv_keys"], n["pv_keys"]])
     e_o, e = sch.split(e, [None, n["pv_columns"]])
     r_o, pv_product = sch.split(r, [None, n["pv_rows"]])
-    sch.reorder(pv_tile, pv_step, e_o, r_o, pv_product, e, t)
-    sch.compute_at(probabilities, pv_step, preserve_unit_loops=True)
-    sch.compute_at(pairs, pv_step if one_block else chunk, preserve_unit_loops=True)
+    if one_block:
+        pv_tile, pv_step, t = sch.split(t, [None, tile_keys // n["pv_keys"], n["pv_keys"]])
+        sch.reorder(pv_tile, pv_step, e_o, r_o, pv_product, e, t)
+        sch.compute_at(probabilities, pv_step, preserve_unit_loops=True)
+        sch.compute_at(pairs, pv_step, preserve_unit_loops=True)
+    else:
+        sch.reorder(e_o, r_o, pv_product, e, t)
+        sch.compute_at(probabilities, block, preserve_unit_loops=True)
+        sch.compute_at(pairs, chunk, preserve_unit_loops=True)
     for stage in (sch.get_sblock("l"), partial["l"], sch.get_sblock("P"), sch.get_sblock("m"), partial["m"]):
         sch.compute_at(stage, block, preserve_unit_loops=True)
     sch.compute_at(sch.get_sblock("X"), block, preserve_unit_loops=True)
@@ -213,7 +218,12 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.reorder(r_o, qk_product, r, d)
 
     p_key = sch.get_loops(sch.get_sblock("P"))[-2]
-    tiles = [qk_tile, pv_tile, sch.split(p_key, [None, tile_keys])[0]]
+    tiles = [qk_tile, sch.split(p_key, [None, tile_keys])[0]]
+    if one_block:
+        tiles.append(pv_tile)
+    else:
+        tile, t = sch.split(sch.get_loops(probabilities)[-2], [None, tile_keys])
+        tiles.append(tile)
     key, pair = sch.get_loops(keys)[-2], sch.get_loops(pairs)[-2]
     if not one_block:
         tile, key = sch.split(key, [None, tile_keys])
@@ -248,9 +258,14 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
     sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
-    init = sch.decompose_reduction(value, pv_tile)
-    sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
-    sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
+    if one_block:
+        init = sch.decompose_reduction(value, pv_tile)
+        sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
+        sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
+    else:
+        init = sch.decompose_reduction(value, pv_product)
+        sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["pv_rows"], n["pv_columns"]))
+        sch.tensorize(pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys))
     _vectorize(sch, LANES, sch.get_sblock("acc"))
     _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
@@ -297,7 +312,8 @@ def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decision
         func, (tirx.For, lambda loop, mutator: _masked_where_needed(loop, mutator, buffers, table, workload))
     )
     func = lowering.prefetches(func, lambda _, loops: _ask_ahead(buffers, table, workload, n, loops))
-    return _bind_item(lowering.trip_counts(func, count, exact=("chunks",)), buffers, shape)
+    func = amx.product_loops(lowering.trip_counts(func, count, exact=("chunks",)))
+    return _bind_item(func, buffers, shape)
 
 
 def _bind_item(func: tirx.PrimFunc, buffers: dict[str, Any], shape: PagedShape) -> tirx.PrimFunc:
