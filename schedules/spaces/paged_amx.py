@@ -40,6 +40,7 @@ from tilewright.schedules.paged_attention.definition import (
 from tilewright.schedules.softmax_rows import fold_by_row
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
+from tilewright.schedules.tile_loops import walk_together
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
@@ -279,7 +280,11 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
     """The passes after scheduling: fold by row, masks, prefetches, each item's own numbers of chunks, rows and keys."""
     n = decisions
-    func = lowering.in_place(fold_by_row(func, lanes=LANES), "X", "P")
+    func = fold_by_row(func, lanes=LANES)
+    if n["rows"] == n["block_rows"]:
+        func = lowering.in_place(func, "X", "P")
+    else:
+        func = walk_together(func, ("X", "m_rf_update"), ("P", "P_global_o", "l_rf_update"))
     buffers = {p.name: p for p in func.params}
     items = buffers["items"]
     chunk_keys, block_rows, tile_keys = (
