@@ -91,7 +91,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     planner.
     """
     decode = workload.operator == "paged_decode"
-    rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512)
+    rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512, 1024)
     return {
         "rows": rows,
         "block_rows": rows if decode else (16, 32, 64, 128),
