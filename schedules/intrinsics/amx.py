@@ -38,7 +38,7 @@ _TILE = "int32x256"
 
 
 @functools.cache
-def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) -> str:
+def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ahead: bool = False) -> str:
     """Register C[i, j] += sum_k f32(A[i, k]) * f32(B[k // 2, j, k % 2]) by `tdpbf16ps`.
 
     A is bf16 [rows, depth], B bf16 [depth // 2, columns, 2], C f32 [rows, columns]; row strides are free,
@@ -50,6 +50,7 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
         depth: a multiple of 32; all of it is unrolled.
         fresh: start from zero instead of from C, whatever C holds. Sound only where `depth` is the whole reduction, and
             only together with `omitted_init` on the block that would have zeroed C.
+        ahead: ask for the next `rows` rows of A (they need not be there) while this product runs.
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops i, j, k.
@@ -100,13 +101,15 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
                 for (i, m), (j, n) in order:
                     if i not in a_tiles:
                         a_tiles[i] = _load(m, words, _address(a, i, 2 * k), a_bytes)
+                        for row in range(rows + i, rows + i + m) if ahead else ():
+                            _prefetch(_address(a, row, 2 * k))
                     if j not in b_tiles:
                         b_tiles[j] = _load(words, n, _address(b, k, j, 0), b_bytes)
                     sums[i, j] = _instruction("tdpbf16ps", m, n, 4 * words, sums[i, j], a_tiles[i], b_tiles[j])
             for (i, m), (j, n) in order:
                 _store(m, n, _address(c, i, j), c_bytes, sums[i, j])
 
-    name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "")
+    name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "") + ("_ahead" if ahead else "")
     return _register(name, description, implementation)
 
 
@@ -130,7 +133,7 @@ def products_fit(*sizes: tuple[int, int]) -> bool:
 
 
 @functools.cache
-def bf16_product_over(rows: int, columns: int, depth: int, step: int) -> str:
+def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int = 0) -> str:
     """Register the `fresh` product of `bf16_product` as a loop over depth whose accumulators stay in tile registers.
 
     Shapes and layouts are those of `bf16_product`. The loop, `depth / step` iterations of `step`, carries the
@@ -141,6 +144,7 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int) -> str:
         rows, columns: multiples of 16 whose tiles fit the registers, see `products_fit`.
         depth: a multiple of `step`.
         step: a multiple of 32.
+        ahead: how many times 32 of depth before its use a row of B is asked for, 0 = never.
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops i, j, k.
@@ -176,10 +180,11 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int) -> str:
             with T.serial(0, depth // step, annotations={OVER: step // 32, TRIP: "keys"}):
                 operands = [(_address(m, *[0] * len(m.shape)), _bytes(m, m.strides[0])) for m in (c, a, b)]
                 T.evaluate(
-                    tirx.call_extern("void", f"tilewright_amx_product_{rows}x{columns}", *(x for pair in operands for x in pair))
+                    tirx.call_extern("void", f"tilewright_amx_product_{rows}x{columns}x{ahead}", *(x for pair in operands for x in pair))
                 )
 
-    return _register(f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}", description, implementation)
+    name = f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}_ahead{ahead}"
+    return _register(name, description, implementation)
 
 
 def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -191,16 +196,16 @@ def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return mutator.default_mutate(loop)
         call = loop.body.value
         name = str(call.args[0].value)
-        rows, columns = (int(n) for n in name.rpartition("_")[2].split("x"))
+        rows, columns, ahead = (int(n) for n in name.rpartition("_")[2].split("x"))
         call = tirx.call_extern("void", name, *call.args[1:], loop.extent.astype("int64") * int(steps))
         return tirx.AttrStmt(
-            tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_product_loop(name, rows, columns)), tirx.Evaluate(call)
+            tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_product_loop(name, rows, columns, ahead)), tirx.Evaluate(call)
         )
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
 
 
-def _product_loop(name: str, rows: int, columns: int) -> str:
+def _product_loop(name: str, rows: int, columns: int, ahead: int) -> str:
     """LLVM IR: C = sum over `steps` of A's next 32 columns times B's next 16 rows of pairs. TVM has no loop that carries a tile."""
     zero, load, product, store = (
         f"@llvm.x86.{n}.internal" for n in ("tilezero", "tileloadd64", "tdpbf16ps", "tilestored64")
@@ -225,6 +230,12 @@ def _product_loop(name: str, rows: int, columns: int) -> str:
             if register not in done:
                 done.add(register)
                 matrix_tile(register, base, row_bytes, down, right)
+                for row in range(16) if ahead and base == "%b_next" else ():
+                    line = f"%line{j}_{row}"
+                    body.append(f"  {line}_down = mul i64 {row_bytes}, {16 * ahead + row}")
+                    body.append(f"  {line}_off = add i64 {line}_down, {right}")
+                    body.append(f"  {line} = getelementptr i8, ptr {base}, i64 {line}_off")
+                    body.append(f"  call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 3, i32 1)")
         body.append(
             f"  %new{i}_{j} = call x86_amx {product}(i16 16, i16 64, i16 64, "
             f"x86_amx %sum{i}_{j}, x86_amx %a{i}, x86_amx %b{j})"
@@ -261,6 +272,7 @@ def _product_loop(name: str, rows: int, columns: int) -> str:
             *body,
             "  ret void",
             "}",
+            "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
             f"declare x86_amx {zero}(i16, i16)",
             f"declare x86_amx {load}(i16, i16, ptr, i64)",
             f"declare x86_amx {product}(i16, i16, i16, x86_amx, x86_amx, x86_amx)",
@@ -510,6 +522,11 @@ def _zero(rows: int, words: int) -> tirx.Expr:
 
 def _load(rows: int, words: int, address: tirx.Expr, row_bytes: tirx.Expr) -> tirx.Expr:
     return T.Bind(_call(_TILE, "tileloadd64", *_shape(rows, words), address, row_bytes))
+
+
+def _prefetch(address: tirx.Expr) -> None:
+    zero, all_levels, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, all_levels, data))
 
 
 def _instruction(name: str, rows: int, words: int, depth_bytes: int, *tiles: tirx.Expr) -> tirx.Expr:

@@ -105,7 +105,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
         "prefetch_v": (0, 8, 16, 32, 64, 128),
         "prefetch_level": (1, 2),
         "prefetch_across": (0, 1),
-    } | ({"max_split": (0, 256, 512, 1024)} if decode else {})
+    } | ({"max_split": (0, 256, 512, 1024)} if decode else {"qk_ahead": (0, 1), "pv_ahead": (0, 1, 2, 4)})
 
 
 def default(workload: Workload) -> dict[str, int]:
@@ -138,6 +138,8 @@ def default(workload: Workload) -> dict[str, int]:
         "pv_columns": 16,
         "prefetch_v": 8,
         "prefetch_across": 1,
+        "qk_ahead": 0,
+        "pv_ahead": 0,
     }
 
 
@@ -258,7 +260,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     _tensorize(sch, queries, (amx.TILE_ROWS, HALVES), amx.interleave_columns())
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
-    sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
+    sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True, ahead=bool(n.get("qk_ahead", 0))))
     if one_block:
         init = sch.decompose_reduction(value, pv_tile)
         sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
@@ -266,7 +268,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     else:
         init = sch.decompose_reduction(value, pv_product)
         sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["pv_rows"], n["pv_columns"]))
-        sch.tensorize(pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys))
+        sch.tensorize(pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys, n["pv_ahead"]))
     _vectorize(sch, LANES, sch.get_sblock("acc"))
     _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
