@@ -47,7 +47,7 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ah
     Args:
         rows: at least 2; 16 to a tile, the last tile may be lower.
         columns: at least 2; 16 to a tile, the last tile may be narrower.
-        depth: a multiple of 32; all of it is unrolled.
+        depth: a multiple of 16; all of it is unrolled. A last 16 take tiles of their own, half as deep.
         fresh: start from zero instead of from C, whatever C holds. Sound only where `depth` is the whole reduction, and
             only together with `omitted_init` on the block that would have zeroed C.
         ahead: ask for the next `rows` rows of A (they need not be there) while this product runs.
@@ -56,19 +56,19 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ah
         The name for `Schedule.tensorize`, whose block has the loops i, j, k.
 
     Raises:
-        ValueError: fewer than 2 rows or columns (TVM drops such loops), a depth that is no positive multiple of 32, or
+        ValueError: fewer than 2 rows or columns (TVM drops such loops), a depth that is no positive multiple of 16, or
             more tiles than registers (all tiles of C, one side of a step in depth, one tile of the other).
     """
     row_tiles, column_tiles, depth_tiles = _tiles(rows), _tiles(columns), _tiles(depth // 2)
     size = f"{rows} x {columns} x {depth}"
-    if rows < 2 or columns < 2 or depth < 32 or depth % 32:
-        raise ValueError(f"bf16_product: got {size}, expected 2 x 2 x 32 or more, the depth in multiples of 32")
+    if rows < 2 or columns < 2 or depth < 16 or depth % 16:
+        raise ValueError(f"bf16_product: got {size}, expected 2 x 2 x 16 or more, the depth in multiples of 16")
     # The tiles of the shorter side stay in registers while those of the longer one come and go.
     if len(row_tiles) <= len(column_tiles):
         order = [(row, column) for column in column_tiles for row in row_tiles]
     else:
         order = [(row, column) for row in row_tiles for column in column_tiles]
-    if not products_fit((rows, columns)):
+    if not products_fit((rows, columns, depth)):
         raise ValueError(f"bf16_product: {size} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
     def description() -> None:
@@ -113,22 +113,23 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ah
     return _register(name, description, implementation)
 
 
-def products_fit(*sizes: tuple[int, int]) -> bool:
-    """Whether one function can hold `bf16_product`s of these (rows, columns).
+def products_fit(*sizes: tuple[int, int, int]) -> bool:
+    """Whether one function can hold `bf16_product`s of these (rows, columns, depth).
 
     A product keeps all tiles of C, those of the shorter side of a step in depth, and one of the other side. A register
     has one shape for the whole function, so products share registers only where their tiles have the same shape. LLVM
     does not spill its way out of more: it ends the process.
     """
     needed: Counter[tuple[int, int]] = Counter()
-    for rows, columns in sizes:
-        row_tiles, column_tiles = ([size for _, size in _tiles(extent)] for extent in (rows, columns))
+    for rows, columns, depth in sizes:
+        row_tiles, column_tiles, depth_tiles = ([n for _, n in _tiles(x)] for x in (rows, columns, depth // 2))
         held = Counter((m, n) for m in row_tiles for n in column_tiles)
-        left, right = [(m, TILE_WORDS) for m in row_tiles], [(TILE_ROWS, n) for n in column_tiles]
-        kept, streamed = (left, right) if len(left) <= len(right) else (right, left)
-        held.update(kept)
-        held.update(set(streamed))
-        needed |= held
+        steps: Counter[tuple[int, int]] = Counter()
+        for words in set(depth_tiles):
+            left, right = [(m, words) for m in row_tiles], [(words, n) for n in column_tiles]
+            kept, streamed = (left, right) if len(left) <= len(right) else (right, left)
+            steps |= Counter(kept) + Counter(set(streamed))
+        needed |= held + steps
     return needed.total() <= TILE_REGISTERS
 
 
@@ -154,7 +155,7 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
     """
     if rows % 16 or columns % 16 or step < 32 or step % 32 or depth < step or depth % step:
         raise ValueError(f"bf16_product_over: got {rows} x {columns} x {depth} by {step}, expected multiples of 16, 16, step, 32")
-    if not products_fit((rows, columns)):
+    if not products_fit((rows, columns, step)):
         raise ValueError(f"bf16_product_over: {rows} x {columns} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
     def description() -> None:
@@ -414,15 +415,23 @@ def transpose_to_bf16() -> str:
 
 
 @functools.cache
-def interleave_columns() -> str:
+def interleave_columns(depth: int = 32) -> str:
     """Register Out[k // 2, j, k % 2] = In[j, k]: the right operand of a product from its transpose.
 
-    In is bf16 [16, 32], Out bf16 [16, 16, 2]; row strides are free, the dimensions inside a row are dense.
+    In is bf16 [16, depth], Out bf16 [depth // 2, 16, 2]; row strides are free, the dimensions inside a row are dense.
+
+    Args:
+        depth: 32 or 16, a whole tile or half of one.
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops j, k.
+
+    Raises:
+        ValueError: another depth.
     """
-    rows, depth = TILE_ROWS, 2 * TILE_WORDS
+    rows, half = TILE_ROWS, TILE_ROWS // 2
+    if depth not in (16, 32):
+        raise ValueError(f"interleave_columns: got a depth of {depth}, expected 16 or 32")
 
     def description() -> None:
         source, target = _matrix("In", (rows, depth), "bfloat16"), _matrix("Out", (depth // 2, rows, 2), "bfloat16")
@@ -441,20 +450,25 @@ def interleave_columns() -> str:
             T.reads(source[0:rows, 0:depth])
             T.writes(target[0 : depth // 2, 0:rows, 0:2])
             T.evaluate(tirx.buffer_data(source))  # keeps it bf16, see _address; leaves no code
-            words = [T.Bind(T.reinterpret("uint32x16", source[j, tirx.Ramp(0, 1, 32)])) for j in range(rows)]
+            words = [T.Bind(T.reinterpret(f"uint32x{depth // 2}", source[j, tirx.Ramp(0, 1, depth)])) for j in range(rows)]
+            if depth == 16:  # rows j and j + 8 side by side: two squares of 8 x 8 words
+                words = [T.Bind(tirx.Shuffle([words[j], words[j + half]], list(range(16)))) for j in range(half)]
             for p, pairs in enumerate(_transposed(words)):
                 T.buffer_store(target, T.reinterpret("bfloat16x32", pairs), [p, 0, tirx.Ramp(0, 1, 32)])
 
-    return _register("amx_interleave_columns", description, implementation)
+    return _register(f"amx_interleave_columns_{depth}", description, implementation)
 
 
 def _transposed(rows: list[Var]) -> list[Var]:
-    """The columns of 16 vectors of 16 words: exchange the off-diagonal blocks of size 8, 4, 2, 1."""
+    """The columns of 16 vectors of 16 words, or of two squares of 8 words side by side in 8 vectors.
+
+    Exchanges the off-diagonal blocks of size 8, 4, 2, 1.
+    """
     rows = list(rows)
-    for size in (8, 4, 2, 1):
+    for size in (n for n in (8, 4, 2, 1) if n < len(rows)):
         upper = [lane if lane & size == 0 else lane - size + 16 for lane in range(16)]
         lower = [lane + size if lane & size == 0 else lane + 16 for lane in range(16)]
-        for p in (p for p in range(16) if p & size == 0):
+        for p in (p for p in range(len(rows)) if p & size == 0):
             both = [rows[p], rows[p + size]]
             rows[p], rows[p + size] = (T.Bind(tirx.Shuffle(both, lanes)) for lanes in (upper, lower))
     return rows

@@ -59,10 +59,10 @@ def space(workload: Workload, target: Target) -> Space:
     if not workload.operator.startswith("paged") or workload.dtype != "bf16" or workload.general:
         raise UnsupportedWorkload(f"{workload.name} for {target.name}: tiles serve specialised paged attention in bf16")
     group, (dim, dim_vo) = _group(workload), _dims(workload)
-    if dim % 32 or dim_vo % 16 or group > MOST_GROUP:
+    if dim % 16 or dim_vo % 16 or group > MOST_GROUP or workload.tree:
         raise UnsupportedWorkload(
-            f"{workload.name} for {target.name}: tiles take head_dim_qk in multiples of 32, head_dim_vo in "
-            f"multiples of 16, a group of at most {MOST_GROUP}"
+            f"{workload.name} for {target.name}: tiles take head dims in multiples of 16, a group of at most "
+            f"{MOST_GROUP}, no tree of drafts"
         )
 
     def plan(n: Decisions) -> dict[str, int]:
@@ -153,7 +153,8 @@ def legal(workload: Workload, decisions: Decisions) -> bool:
         return False
     if n["chunk"] % max(n["qk_keys"], n["pv_keys"]) or _tokens(workload, n) < 1:
         return False
-    return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
+    scores = n["qk_keys"], n["qk_rows"], _dims(workload)[0]
+    return amx.products_fit(scores, (n["pv_rows"], n["pv_columns"], n["pv_keys"]))
 
 
 def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
@@ -238,7 +239,7 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.annotate(key, PREFETCH, 1)
     sch.annotate(pair, PREFETCH, 1)
 
-    _vectorize(sch, HALVES, keys, sch.get_sblock("Qg"))
+    _vectorize(sch, HALVES if dim % HALVES == 0 else HALVES // 2, keys, sch.get_sblock("Qg"))
     _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
     sch.unroll(sch.get_loops(values)[-3])
     _vectorize(sch, LANES, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi", "F", "lse_row")))
@@ -257,7 +258,8 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 
     sch.tensorize(two, amx.interleave_rows(dim_vo))
     _tensorize(sch, probabilities, (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
-    _tensorize(sch, queries, (amx.TILE_ROWS, HALVES), amx.interleave_columns())
+    depth = HALVES if dim % HALVES == 0 else HALVES // 2
+    _tensorize(sch, queries, (amx.TILE_ROWS, depth), amx.interleave_columns(depth))
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
     sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True, ahead=bool(n.get("qk_ahead", 0))))
