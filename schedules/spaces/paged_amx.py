@@ -22,6 +22,7 @@ from tvm.ir.expr import TensorLoad, Var
 from tvm.s_tir import SBlock, SBlockRealize
 
 from tilewright.schedules import lowering
+from tilewright.schedules.e4m3 import HALF_UNIT
 from tilewright.schedules.intrinsics import amx
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention.definition import (
@@ -41,6 +42,7 @@ from tilewright.schedules.softmax_rows import fold_by_row
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
 from tilewright.schedules.tile_loops import walk_together
+from tilewright.schedules.vector_math import reinterpret
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
@@ -168,13 +170,18 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     shape = PagedShape.of(workload, _tokens(workload, n), n["chunk"], rows)
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
-    keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
     if workload.operator == "paged_decode":
         sch.compute_inline(sch.get_sblock("slot"))
 
     # Operands: the casts belong to the products, the copies get the layouts that tiles want.
-    for name in ("Qf", "Kf", "Vf"):
-        sch.compute_inline(sch.get_sblock(name))
+    sch.compute_inline(sch.get_sblock("Qf"))
+    copies = _copies(workload)
+    for name in copies:
+        other = {"g": "f", "f": "g"}[name[1]]
+        sch.compute_inline(sch.get_sblock(name[0] + other))
+        if workload.kv_dtype is not None:
+            sch.unsafe_set_dtype(sch.get_sblock(name), 0, "bfloat16")
+    keys, values = (sch.get_sblock(name) for name in copies)
     width = n["qk_rows"]
     queries = sch.cache_read(score, 1, "global")
     sch.transform_layout(queries, ("write", 0), lambda w, h, r, d: (w, h, r // width, d // 2, r % width, d % 2))
@@ -239,9 +246,10 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.annotate(key, PREFETCH, 1)
     sch.annotate(pair, PREFETCH, 1)
 
-    _vectorize(sch, HALVES if dim % HALVES == 0 else HALVES // 2, keys, sch.get_sblock("Qg"))
-    _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
-    sch.unroll(sch.get_loops(values)[-3])
+    for stage, columns in ((keys, dim), (values, dim_vo), (sch.get_sblock("Qg"), dim)):
+        _vectorize(sch, HALVES if columns % HALVES == 0 else HALVES // 2, stage)
+    if workload.kv_dtype is None:  # the conversion binds variables, which a function may do once
+        sch.unroll(sch.get_loops(values)[-3])
     _vectorize(sch, LANES, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi", "F", "lse_row")))
     for name, chains in partial.items():
         chain, *outer, r, tile, t = sch.get_loops(chains)[-7:]
@@ -284,6 +292,8 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
     """The passes after scheduling: fold by row, masks, prefetches, each item's own numbers of chunks, rows and keys."""
     n = decisions
+    if workload.kv_dtype is not None:
+        func = tvm_ffi.structural_map(func, (SBlock, lambda block: _rounded_by_bits(block, _copies(workload))))
     func = fold_by_row(func, lanes=LANES)
     if n["rows"] == n["block_rows"]:
         func = lowering.in_place(func, "X", "P")
@@ -382,7 +392,10 @@ def _masked_where_needed(
     )
     store = block.body
     scores = next(part.source for part in block.reads if part.source.name == "S")
-    scaled = tirx.BufferLoad(scores, store.indices) * buffers["scale_log2"]
+    scale = buffers["scale_log2"]
+    if workload.kv_dtype is not None and workload.operator == "paged_decode":
+        scale = scale * (buffers["k_scale"] * tirx.const(HALF_UNIT, "float32"))
+    scaled = tirx.BufferLoad(scores, store.indices) * scale
     reads = [part for part in block.reads if part.source.same_as(scores)]
     plain = SBlock(
         block.iter_vars, reads, block.writes, "X_whole", tirx.BufferStore(store.buffer, scaled, store.indices)
@@ -414,8 +427,8 @@ def _ask_ahead(
     """The prefetches of one iteration of a copy of keys or values."""
     n = decisions
     at, block, _ = _first_point(loops[-1].body)
-    w, h, c, t = (at[f"v_{axis}"] for axis in "whct")
-    keys = block.name_hint == "Kg"
+    w, h, c, t, _ = at.values()
+    keys = block.name_hint == _copies(workload)[0]
 
     def row(source: str, offset: tirx.Expr) -> tirx.Stmt:
         position = table.position(w, offset)
@@ -451,6 +464,33 @@ def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
     if len(statements) < 2:
         return statements[0] if statements else tirx.Evaluate(0)
     return tirx.SeqStmt(statements)
+
+
+def _copies(workload: Workload) -> tuple[str, str]:
+    """The stages that gather keys and values as bf16: the rows as they lie, or, of fp8 pools, what their codes stand for.
+
+    Decode's are exact, in units that the scores make up for; in extend, where a row may be of the new tokens, a pool's
+    rows have their scale and are rounded to bf16.
+    """
+    return ("Kf", "Vf") if workload.kv_dtype is not None and workload.operator == "paged_decode" else ("Kg", "Vg")
+
+
+def _rounded_by_bits(block: SBlock, names: tuple[str, ...]) -> SBlock:
+    """Let the blocks of those names round to bf16 by one addition, halves away from zero.
+
+    TVM rounds by an expression that repeats the value, in which a variable must not be bound.
+    """
+    if block.name_hint not in names:
+        return block
+
+    def upper_half(cast: tirx.Cast) -> tirx.Expr:
+        if str(cast.ty.dtype) != "bfloat16":
+            return cast
+        word = lambda value: tirx.const(value, "uint32")  # noqa: E731
+        bits = reinterpret("uint32", cast.value) + word(0x8000)
+        return reinterpret("bfloat16", tirx.shift_right(bits, word(16)).astype("uint16"))
+
+    return tvm_ffi.structural_map(block, (tirx.Cast, upper_half))
 
 
 def _side_by_side(sch: s_tir.Schedule, name: str, tile_keys: int, block_rows: int) -> Any:
