@@ -25,13 +25,12 @@ def half_of_e4m3(code: tirx.Expr) -> tirx.Expr:
     word = lambda value: tirx.const(value, "int16")  # noqa: E731
 
     def of(code: tirx.Expr) -> tirx.Expr:
-        # Through int8 the sign comes to the top; the bit under it is a copy to be cleared.
+        # Through int8 the sign comes to the top, and a copy of it to the bit below. There it must give way to a mark of
+        # NaN, the top of an exponent of all ones: adding a unit of the mantissa turns that bit over for the largest
+        # magnitude alone, so exclusive or leaves of it what is to be there.
         moved = tirx.shift_left(reinterpret("int8", code).astype("int16"), word(7))
-        half = tirx.bitwise_and(moved, word(~0x4000))
-        # The largest magnitude is the code of NaN: adding a mantissa unit carries it, and it alone, to the bit above
-        # the exponent, which makes an exponent of all ones of it.
-        is_nan = tirx.bitwise_and(half + word(0x80), word(0x4000))
-        return reinterpret("float16", tirx.bitwise_or(half, is_nan))
+        turned = tirx.bitwise_and(moved + word(0x80), word(0x4000))
+        return reinterpret("float16", tirx.bitwise_xor(moved, turned))
 
     return let("code", code, of)
 

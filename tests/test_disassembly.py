@@ -218,7 +218,7 @@ def test_both_products_are_register_tiles(workload):
     assert len(products) >= 2 or len(fused(code)) >= len(fused(products[0])) + workload.head_dim_qk // 8
 
 
-@pytest.mark.parametrize("workload", SPECIALISED, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", [w for w in SPECIALISED if not w.kv_dtype], ids=lambda w: w.name)
 def test_half_types_are_widened_eight_at_a_time(workload):
     """bf16 is the upper half of an f32; fp16 has an instruction; f32 needs neither.
 
@@ -233,3 +233,19 @@ def test_half_types_are_widened_eight_at_a_time(workload):
     if workload.operator == "paged_decode" and workload.group > 1:
         products = [loop for loop in innermost_loops(disassembled(workload)) if len(fused(loop)) >= 8]
         assert not any(i.name.startswith(("vpinsr", "vpmovzx")) for loop in products for i in loop)
+
+
+@pytest.mark.parametrize("workload", [w for w in AVX2 if w.kv_dtype and not w.general], ids=lambda w: w.name)
+def test_codes_are_converted_in_vectors(workload):
+    """fp8 codes become floats, and floats codes, by integer operations on vectors: no table, nothing lane by lane."""
+    code = disassembled(workload)
+    names = {i.name for i in code if re.search("%[xy]mm", i.operands)}
+    table = {"vpgatherdd", "vgatherdps", "vpinsrb", "vpextrb"}
+    if workload.operator == "write_kv":  # a shuffle brings four bytes together
+        assert any(i.name == "vdivps" and "%ymm" in i.operands for i in code)
+    else:
+        table.add("vpshufb")
+        width = "%ymm" if workload.operator == "paged_decode" else "%[xy]mm"
+        assert any(i.name == "vpmovsxbw" and re.search(width, i.operands) for i in code)
+        assert {"vpsllw", "vpaddw", "vpxor"} <= names and any(i.name == "vcvtph2ps" for i in code)
+    assert not names & table

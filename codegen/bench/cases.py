@@ -27,6 +27,7 @@ CASES = (
     Case(_paged("paged_decode", "f32"), 8, 2048, 8, 1.5),
     Case(_paged("paged_decode", "bf16"), 8, 2048, 8, 1.5),
     Case(_paged("paged_decode", "fp16"), 8, 2048, 8),
+    Case(Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3"), 8, 2048, 8),
     Case(_paged("paged_extend", "f32"), 1, 1024, 8, 0.9),
     Case(_paged("paged_extend", "bf16"), 1, 1024, 8, 1.4),
     Case(_paged("paged_extend", "fp16"), 1, 1024, 8),
@@ -53,6 +54,7 @@ SERVING = (
     *(_serving(batch, tokens, prefix=prefix, required=1.6) for batch, prefix, tokens in
       ((1, 0, 1024), (1, 0, 4096), (4, 2048, 256))),
     Case(Workload("paged_decode", "bf16", 16, 576, 512), 16, 4096, 1, most_us=1200.0),
+    Case(Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3"), 16, 4096, 8),
 )  # fmt: skip
 SERVING_COLD = 1 << 30
 

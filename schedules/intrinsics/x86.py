@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import tvm
 from tvm.s_tir import TensorIntrin
 
 
-def sums_of_lanes(keys: int, rows: int, lanes: int) -> str | None:
+def sums_of_lanes(keys: int | None, rows: int, lanes: int) -> str | None:
     """Register the intrinsic C[i, j] = sum over the lanes of A[i, j, :], all f32 and dense; gives its name.
 
     Four sums at a time: the halves of 16 lanes are added, two levels of horizontal adds leave the sums of half vectors
     side by side, one vertical add joins them. The block's axes are in the order that rfactor gives: lane, key, row.
 
     Args:
-        keys: rows of C.
+        keys: rows of C; None: one key, an axis that neither C nor A has.
         rows: columns of C.
         lanes: 8 or 16.
 
@@ -23,33 +25,36 @@ def sums_of_lanes(keys: int, rows: int, lanes: int) -> str | None:
     """
     if rows % 4 or keys == 1:
         return None
-    fours = [(i, j) for i in range(keys) for j in range(0, rows, 4)]
-    name = f"x86_sums_of_{lanes}_lanes_{keys}x{rows}"
+    of_key = [] if keys is None else [keys]
+    name = f"x86_sums_of_{lanes}_lanes_{'x'.join(map(str, [*of_key, rows]))}"
+    shape = ", ".join(map(str, [*of_key, rows]))
+    whole = ", ".join(f"0:{size}" for size in [*of_key, rows])
     head = f"""@T.prim_func(s_tir=True)
 def f(a: T.handle, c: T.handle):
-    A = T.match_buffer(a, ({keys}, {rows}, {lanes}), "float32", offset_factor=1, scope="local")
-    C = T.match_buffer(c, ({keys}, {rows}), "float32", offset_factor=1, scope="local")
+    A = T.match_buffer(a, ({shape}, {lanes}), "float32", offset_factor=1, scope="local")
+    C = T.match_buffer(c, ({shape},), "float32", offset_factor=1, scope="local")
     with T.sblock("root"):
-        T.reads(A[0:{keys}, 0:{rows}, 0:{lanes}])
-        T.writes(C[0:{keys}, 0:{rows}])
+        T.reads(A[{whole}, 0:{lanes}])
+        T.writes(C[{whole}])
 """
-    desc = f"""        for i, j, k in T.grid({keys}, {rows}, {lanes}):
+    loops, kinds, axes = ("j, k", "RS", "vj") if keys is None else ("i, j, k", "RSS", "vi, vj")
+    desc = f"""        for {loops} in T.grid({shape}, {lanes}):
             with T.sblock("sum"):
-                vk, vi, vj = T.axis.remap("RSS", [k, i, j])
-                T.reads(C[vi, vj], A[vi, vj, vk])
-                T.writes(C[vi, vj])
+                vk, {axes} = T.axis.remap("{kinds}", [k, {loops[:-3]}])
+                T.reads(C[{axes}], A[{axes}, vk])
+                T.writes(C[{axes}])
                 with T.init():
-                    C[vi, vj] = T.float32(0)
-                C[vi, vj] = C[vi, vj] + A[vi, vj, vk]
+                    C[{axes}] = T.float32(0)
+                C[{axes}] = C[{axes}] + A[{axes}, vk]
 """
     lines = []
-    for number, (i, j) in enumerate(fours):
-        vectors = [_eight(f"A[{i}, {j + x}, T.Ramp(0, 1, {lanes})]", lanes) for x in range(4)]
-        place = f"{i}, T.Ramp({j}, 1, 4)"
+    places = itertools.product((f"{i}, " for i in range(keys)) if keys else ("",), range(0, rows, 4))
+    for number, (key, j) in enumerate(places):
+        vectors = [_eight(f"A[{key}{j + x}, T.Ramp(0, 1, {lanes})]", lanes) for x in range(4)]
         halves = f"halves_{number}"
         lines.append(f"        {halves} = T.Bind({_hadd(_hadd(*vectors[:2]), _hadd(*vectors[2:]))})")
         joined = f"T.vectorlow('float32x4', {halves}) + T.vectorhigh('float32x4', {halves})"
-        lines.append(f"        C[{place}] = {joined}")
+        lines.append(f"        C[{key}T.Ramp({j}, 1, 4)] = {joined}")
     impl = head + "\n".join(lines) + "\n"
     TensorIntrin.register(name, tvm.script.from_source(head + desc), tvm.script.from_source(impl), override=True)
     return name

@@ -167,7 +167,11 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
         sch.vectorize(loop)
     sum_lane, *units, sum_key, sum_row = sch.get_loops(block(sch, "S"))[-6:]
     sch.reorder(*units, sum_key, sum_row, sum_lane)
-    intrinsic = sums_of_lanes(int(sch.get(sum_key).extent), int(sch.get(sum_row).extent), lanes)
+    keys = int(sch.get(sum_key).extent)
+    if workload.kv_dtype is not None and keys == 1:  # its accumulators leave no room for a second key
+        intrinsic, sums = sums_of_lanes(None, int(sch.get(sum_row).extent), lanes), sum_row
+    else:
+        intrinsic, sums = sums_of_lanes(keys, int(sch.get(sum_row).extent), lanes), sum_key
     for loop in (sum_key, sum_row, sum_lane) if intrinsic is None else ():
         sch.unroll(loop)
     rows = workload.group or 1
@@ -191,7 +195,7 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
         tiles.append(tile)
     sch.decompose_reduction(partial, dim)
     if intrinsic is not None:
-        sch.tensorize(sum_key, intrinsic)
+        sch.tensorize(sums, intrinsic)
     decompose(sch, "O", o_key_o)
     decompose(sch, "acc", chunk)
     sch.annotate(chunk, TRIP, "chunks")
@@ -253,7 +257,11 @@ def _decode_decisions(
     }
     default = {"chunk": 128, "key_tile": 32, "qk_keys": 1, "pv_vectors": vectors[0]}
     rows = workload.group or 1
-    if target.lanes == 16:
+    if workload.kv_dtype is not None:
+        # Half the bytes of bf16 and more work on them: begins where the search for bf16 ended.
+        default = {"chunk": 256, "key_tile": 16, "qk_keys": 1, "pv_vectors": vectors[0], "max_split": 512}
+        default |= {"prefetch_k": 16, "prefetch_v": 16}
+    elif target.lanes == 16:
         # No search has run there yet: the best of a handful measured by hand on such a machine (docs/benchmarks.md).
         fits = lambda values: max(v for v in values if v == values[0] or v * rows <= target.registers - 2)  # noqa: E731
         default = {"chunk": 256, "key_tile": 16, "qk_keys": fits((1, 2, 4)), "pv_vectors": fits(vectors)}

@@ -10,7 +10,7 @@ from batches import as_numpy
 from tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, assert_close
 
 from tilewright.runtime.backend import AttentionBackend, PagedAttentionBackend
-from tilewright.runtime.forward_batch import AttentionLayer, ForwardBatch, ForwardMode
+from tilewright.runtime.forward_batch import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
 from tilewright.runtime.lightning import slopes
 from tilewright.runtime.lightning_backend import LightningAttentionBackend
 from tilewright.runtime.plan import plan_decode
@@ -27,10 +27,10 @@ def layer(layer_id=0, **options):
 class Server:
     """The least of a serving engine: pools, a backend, and dense copies of all keys as the truth."""
 
-    def __init__(self, backend=PagedAttentionBackend, layers=2, encoder=()):
+    def __init__(self, backend=PagedAttentionBackend, layers=2, encoder=(), dtype=torch.float32):
         self.req_to_token_pool = ReqToTokenPool(6, 64)
         self.token_to_kv_pool = TokenToKVPool(128, layer_num=layers, head_num=HK, head_dim=D, v_head_dim=DV,
-                                              dtype=torch.float32)  # fmt: skip
+                                              dtype=dtype)  # fmt: skip
         for buffer in self.token_to_kv_pool.k_buffer + self.token_to_kv_pool.v_buffer:
             buffer.fill_(math.nan)
         self.backend = backend(SimpleNamespace(device="cpu", **vars(self)))
@@ -423,3 +423,146 @@ def test_lightning_refusals(model):
         backend.forward(*tensors, one, batch)
     with pytest.raises(NotImplementedError, match="TARGET_VERIFY"):
         backend.init_forward_metadata(ForwardBatch(ForwardMode.TARGET_VERIFY, 1, torch.ones(1), torch.ones(1)))
+
+
+# ---- fp8 pools and drafts
+
+SCALED = AttentionLayer(0, HQ, HK, D, DV, D**-0.5, k_scale_float=0.5, v_scale_float=0.25)
+
+
+def numbers(server, one=SCALED):
+    """The layer's pools as float32, scales applied."""
+    pools = server.token_to_kv_pool.get_kv_buffer(one.layer_id)
+    scales = (one.k_scale_float or 1, one.v_scale_float or 1)
+    return [as_numpy(pool.float() * scale) for pool, scale in zip(pools, scales, strict=True)]
+
+
+def oracle(server, batch, q, k, v, one, news, **options):
+    """Attention of the batch over the numbers in the pools; k, v: new keys as they are, or None: those in the pools."""
+    new = [x if x is None else as_numpy(x).reshape(len(q), HK, -1) for x in (k, v)]
+    return reference.extend(
+        as_numpy(q).reshape(len(q), HQ, D), *new, *numbers(server, one),
+        as_numpy(server.req_to_token_pool.req_to_token), np.array(server.rows), np.array(server.lens),
+        np.array(news), sm_scale=one.scaling, **options,
+    )[0]  # fmt: skip
+
+
+def step(server, news, mode, one=SCALED, *, spec_info=None, save=True):
+    """One forward of random q, k, v: (out [T, HQ, DV], batch, q, k, v)."""
+    batch = server.batch(news, mode)
+    if spec_info is not None:
+        batch.spec_info, batch.extend_seq_lens, batch.extend_prefix_lens = spec_info, None, None
+        batch.seq_lens = batch.seq_lens - spec_info.draft_token_num  # upstream counts committed tokens
+    server.backend.init_forward_metadata(batch)
+    rows = sum(news)
+    q, k, v = server.random(rows, HQ * D), server.random(rows, HK * D), server.random(rows, HK * DV)
+    out = server.backend.forward(q, k, v, one, batch, save_kv_cache=save)
+    return out.view(rows, HQ, DV), batch, q, k, v
+
+
+@pytest.mark.parametrize("one", [SCALED, layer()], ids=["scales", "none"])
+def test_fp8_pool(model, one):
+    """Written codes are k / k_scale, rounded; the prefix is read back with the scales, new keys are as they are."""
+    server = Server(dtype=torch.float8_e4m3fn)
+    server.admit(2)
+    scales = (one.k_scale_float or 1.0, one.v_scale_float or 1.0)
+    for news, mode in (
+        ([5, 9], ForwardMode.EXTEND),
+        ([4, 7], ForwardMode.MIXED),
+        ([1, 1], ForwardMode.DECODE),
+    ):
+        out, batch, q, k, v = step(server, news, mode, one)
+        for pool, x, scale in zip(server.token_to_kv_pool.get_kv_buffer(0), (k, v), scales, strict=True):
+            written = pool.view(torch.uint8)[batch.out_cache_loc]
+            wanted = reference.e4m3_codes(as_numpy(x).astype(np.float32).reshape(sum(news), HK, -1) / np.float32(scale))
+            np.testing.assert_array_equal(as_numpy(written), wanted)
+        new = (None, None) if mode == ForwardMode.DECODE else (k, v)
+        assert_close(out, oracle(server, batch, q, *new, one, news), PAGED[torch.float32])
+    assert all("kvfp8" in name for name in model.names() if name != "merge-f32")
+
+
+def test_scales_of_a_checkpoint_are_tensors(model):
+    one = SimpleNamespace(**vars(layer()), k_scale=torch.tensor(0.5), v_scale=torch.tensor([0.25]))
+    one.k_scale_float = one.v_scale_float = None
+    server = Server(dtype=torch.float8_e4m3fn)
+    server.admit(1)
+    out, batch, q, k, v = step(server, [6], ForwardMode.EXTEND, one)
+    assert_close(out, oracle(server, batch, q, k, v, SCALED, [6]), PAGED[torch.float32])
+    assert {call[-1] for name, call in model.calls if name.startswith("write")} == {0.5, 0.25}
+
+
+def test_pool_writes_of_an_fp8_layer(model):
+    """The pool's own write takes the layer's scales too."""
+    server = Server(dtype=torch.float8_e4m3fn)
+    k, v = torch.ones(1, HK, D), torch.ones(1, HK, DV)
+    server.token_to_kv_pool.set_kv_buffer(SCALED, torch.tensor([3]), k, v)
+    key, value = server.token_to_kv_pool.get_kv_buffer(0)
+    assert (key[3].float() == 2).all() and (value[3].float() == 4).all()
+
+
+def test_batch_invariant_extends_read_an_fp8_pool_back(model):
+    """So a key is the same number in the chunk that brings it and in the next."""
+    server = Server(backend=lambda runner: PagedAttentionBackend(runner, batch_invariant=True),
+                    dtype=torch.float8_e4m3fn)  # fmt: skip
+    server.admit(2)
+    for news in ([5, 9], [4, 7]):
+        out, batch, q, _, _ = step(server, news, ForwardMode.EXTEND)
+        assert_close(out, oracle(server, batch, q, None, None, SCALED, news), PAGED[torch.float32])
+    with pytest.raises(ValueError, match="k, v: got new keys beside an fp8 pool in batch-invariant mode"):
+        step(server, [2, 3], ForwardMode.EXTEND, save=False)
+
+
+def drafts(n, topk, batch, seed=0):
+    """A tree over each request's n drafts: (mask flat, as upstream on CPUs has it; as the oracle takes it)."""
+    generator = torch.Generator().manual_seed(seed)
+    trees = torch.eye(n, dtype=torch.bool).repeat(batch, 1, 1)
+    for tree in trees:
+        for i in range(1, n):
+            parent = max((i - 1) // topk, 0) if topk > 1 else i - 1
+            tree[i] |= tree[int(torch.randint(0, parent + 1, (), generator=generator)) if topk > 1 else parent]
+    return trees
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.float8_e4m3fn], ids=["f32", "fp8"])
+@pytest.mark.parametrize(("prefixes", "n", "topk"), [((13, 7), 16, 4), ((9, 5), 4, 1), ((0, 3), 5, 2)])
+@pytest.mark.parametrize("full", [False, True], ids=["new", "whole rows"])
+def test_target_verify(model, pool, prefixes, n, topk, full):
+    """Trees and chains of drafts after ragged prefixes; both forms of upstream's masks."""
+    server = Server(dtype=pool)
+    server.admit(2)
+    step(server, list(prefixes), ForwardMode.EXTEND)
+    trees = drafts(n, topk, 2)
+    mask = trees.flatten()
+    if full:
+        mask = torch.cat([
+            torch.cat([torch.ones(n, prefix, dtype=torch.bool), tree], 1).flatten()
+            for prefix, tree in zip(prefixes, trees, strict=True)
+        ])  # fmt: skip
+    info = VerifyInput(n, topk, mask)
+    one = SCALED if pool is torch.float8_e4m3fn else layer()
+    out, batch, q, k, v = step(server, [n, n], ForwardMode.TARGET_VERIFY, one, spec_info=info)
+    wanted = oracle(server, batch, q, k, v, one, [n, n], tree_mask=[as_numpy(tree) for tree in trees])
+    assert_close(out, wanted, PAGED[torch.float32])
+    assert ("tree" in model.names()[-1]) == (topk > 1)
+
+
+def test_chains_need_no_mask(model):
+    """topk 1, no mask and an empty one: the causal rule, bit for bit."""
+    outs = []
+    for info in (
+        VerifyInput(4), VerifyInput(4, 1, torch.zeros(32, dtype=torch.bool)),
+        VerifyInput(4, 4, torch.zeros(0, dtype=torch.bool)),
+        SimpleNamespace(draft_token_num=4, topk=1, custom_mask=None),
+    ):  # fmt: skip
+        server = Server()
+        server.admit(2)
+        step(server, [9, 5], ForwardMode.EXTEND, layer())
+        outs.append(step(server, [4, 4], ForwardMode.TARGET_VERIFY, layer(), spec_info=info)[0])
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+def test_verify_without_drafts(model):
+    server = Server()
+    batch = ForwardBatch(ForwardMode.TARGET_VERIFY, 1, torch.ones(1).long(), torch.ones(1).long())
+    with pytest.raises(ValueError, match="spec_info: got None"):
+        server.backend.init_forward_metadata(batch)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.runtime.planner import FINE, INVARIANT_SPLIT, OFF, UNIT_KEYS, Lengths, Tiling, make_work
+from tilewright.runtime.planner import FINE, FIRST_NEW, INVARIANT_SPLIT, OFF, UNIT_KEYS, Lengths, Tiling, make_work
 
 
 def lengths_of(pairs, gaps=None):
@@ -254,6 +254,18 @@ def test_new_rows_and_prefix_columns():
         assert by_request[request][6] == prefix
         assert prefix + by_request[request][7] == start
     assert (plan(lengths_of([(6, 2)]), from_pool=True).items[:, 6] == OFF).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=batches, from_pool=st.booleans(), invariant=st.booleans())
+def test_first_new_token_of_every_item(requests, from_pool, invariant):
+    """Masks are found by it, wherever the keys are and however blocks and ranges were cut."""
+    lengths = lengths_of(requests)
+    work = plan(lengths, from_pool=from_pool, batch_invariant=invariant)
+    first = lengths.kv_lens - lengths.q_lens
+    assert (work.items[:, FIRST_NEW] == first[work.items[:, 0]]).all()
+    token = work.items[:, 5] - work.items[:, FIRST_NEW]
+    assert ((token >= 0) & (token + work.items[:, 2] <= lengths.q_lens[work.items[:, 0]])).all()
 
 
 def ranges_of_row(work, row):
