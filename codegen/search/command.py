@@ -123,17 +123,19 @@ def choose_target(workload: Workload, name: str) -> str:
                 f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"
             )
         return name
-    kind = (workload.operator, workload.dtype)
+    def kind(workload: Workload) -> tuple[object, ...]:
+        return workload.operator, workload.dtype, workload.kv_dtype, workload.tree
+
     usable = [
         target
         for target in TARGETS.values()
         if target.packaged
         and target.device == "cpu"
         and not missing_features(target.features)
-        and any((other.operator, other.dtype) == kind for other in all_workloads(target.name))
+        and any(kind(other) == kind(workload) for other in all_workloads(target.name))
     ]
     if not usable:
-        raise click.ClickException(f"{workload.name}: this CPU runs no target that has {' '.join(kind)} kernels")
+        raise click.ClickException(f"{workload.name}: this CPU runs no target that has such kernels")
     return max(usable, key=lambda target: target.rank).name
 
 
