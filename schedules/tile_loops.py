@@ -20,9 +20,9 @@ def walk_together(func: tirx.PrimFunc, *groups: Sequence[str]) -> tirx.PrimFunc:
     """Make one loop over tiles of keys out of the loops of each group.
 
     Args:
-        func: the scheduled function. In the body of its loop annotated `TRIP: "rows"`, each block named is in a statement
-            of its own: loops of one iteration around a loop annotated `TRIP: "keys"`, and ahead of that, where the
-            stage reduces over keys, its start.
+        func: the scheduled function. In the body of its loop annotated `TRIP: "rows"`, each block named is in a
+            statement of its own: loops of one iteration around a loop annotated `TRIP: "keys"`, and ahead of that,
+            where the stage reduces over keys, its start.
         groups: names of blocks in the order of their statements. The loop takes the place of the first, each tile's
             stages in that order. Sound where a tile of a later stage needs nothing but that tile of the earlier ones.
 
@@ -51,7 +51,13 @@ def walk_together(func: tirx.PrimFunc, *groups: Sequence[str]) -> tirx.PrimFunc:
             statements[places[0]] = tirx.SeqStmt([*starts, together]) if starts else together
             statements = [statement for statement in statements if statement is not None]
         return tirx.For(
-            loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt(statements), loop.thread_binding, loop.annotations
+            loop.loop_var,
+            loop.min,
+            loop.extent,
+            loop.kind,
+            tirx.SeqStmt(statements),
+            loop.thread_binding,
+            loop.annotations,
         )
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))

@@ -181,7 +181,8 @@ class PagedCase:
     """Paged decode or causal extend: a `Case`.
 
     Decode reads its keys, the current token's too, from the pool; extend reads the prefix from the pool and the new
-    tokens from k_new and v_new. On the CPUs of servers, decode is timed with cold pools: calls take copies of the pool in turn.
+    tokens from k_new and v_new. On the CPUs of servers decode is timed with cold pools: calls take
+    copies of the pool in turn.
     """
 
     def __init__(

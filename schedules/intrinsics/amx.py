@@ -142,7 +142,8 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
     stored once, where `bf16_product` over the same loop would load and store it in every iteration.
 
     Args:
-        rows, columns: multiples of 16 whose tiles fit the registers, see `products_fit`.
+        rows: a multiple of 16; the tiles of rows x columns must fit the registers, see `products_fit`.
+        columns: a multiple of 16.
         depth: a multiple of `step`.
         step: a multiple of 32.
         ahead: how many times 32 of depth before its use a row of B is asked for, 0 = never.
@@ -154,9 +155,13 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
         ValueError: sizes that are no such multiples.
     """
     if rows % 16 or columns % 16 or step < 32 or step % 32 or depth < step or depth % step:
-        raise ValueError(f"bf16_product_over: got {rows} x {columns} x {depth} by {step}, expected multiples of 16, 16, step, 32")
+        raise ValueError(
+            f"bf16_product_over: got {rows} x {columns} x {depth} by {step}, expected multiples of 16, 16, step, 32"
+        )
     if not products_fit((rows, columns, step)):
-        raise ValueError(f"bf16_product_over: {rows} x {columns} holds more tiles at once than there are registers ({TILE_REGISTERS})")
+        raise ValueError(
+            f"bf16_product_over: {rows} x {columns} holds more tiles than there are registers ({TILE_REGISTERS})"
+        )
 
     def description() -> None:
         a = _matrix("A", (rows, depth), "bfloat16")
@@ -181,7 +186,11 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
             with T.serial(0, depth // step, annotations={OVER: step // 32, TRIP: "keys"}):
                 operands = [(_address(m, *[0] * len(m.shape)), _bytes(m, m.strides[0])) for m in (c, a, b)]
                 T.evaluate(
-                    tirx.call_extern("void", f"tilewright_amx_product_{rows}x{columns}x{ahead}", *(x for pair in operands for x in pair))
+                    tirx.call_extern(
+                        "void",
+                        f"tilewright_amx_product_{rows}x{columns}x{ahead}",
+                        *(x for pair in operands for x in pair),
+                    )
                 )
 
     name = f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}_ahead{ahead}"
@@ -200,14 +209,20 @@ def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
         rows, columns, ahead = (int(n) for n in name.rpartition("_")[2].split("x"))
         call = tirx.call_extern("void", name, *call.args[1:], loop.extent.astype("int64") * int(steps))
         return tirx.AttrStmt(
-            tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_product_loop(name, rows, columns, ahead)), tirx.Evaluate(call)
+            tirx.const(0, "int32"),
+            "pragma_import_llvm",
+            StringImm(_product_loop(name, rows, columns, ahead)),
+            tirx.Evaluate(call),
         )
 
     return tvm_ffi.structural_mutate(func, (tirx.For, visit))
 
 
 def _product_loop(name: str, rows: int, columns: int, ahead: int) -> str:
-    """LLVM IR: C = sum over `steps` of A's next 32 columns times B's next 16 rows of pairs. TVM has no loop that carries a tile."""
+    """LLVM IR: C = sum over `steps` of A's next 32 columns times B's next 16 rows of pairs.
+
+    Written out, because TVM has no loop that carries a tile.
+    """
     zero, load, product, store = (
         f"@llvm.x86.{n}.internal" for n in ("tilezero", "tileloadd64", "tdpbf16ps", "tilestored64")
     )
@@ -267,9 +282,7 @@ def _product_loop(name: str, rows: int, columns: int, ahead: int) -> str:
             "  %more = icmp slt i64 %after, %steps",
             "  br i1 %more, label %loop, label %done",
             "done:",
-            *(
-                f"  %all{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles
-            ),
+            *(f"  %all{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles),
             *body,
             "  ret void",
             "}",
@@ -450,7 +463,9 @@ def interleave_columns(depth: int = 32) -> str:
             T.reads(source[0:rows, 0:depth])
             T.writes(target[0 : depth // 2, 0:rows, 0:2])
             T.evaluate(tirx.buffer_data(source))  # keeps it bf16, see _address; leaves no code
-            words = [T.Bind(T.reinterpret(f"uint32x{depth // 2}", source[j, tirx.Ramp(0, 1, depth)])) for j in range(rows)]
+            words = [
+                T.Bind(T.reinterpret(f"uint32x{depth // 2}", source[j, tirx.Ramp(0, 1, depth)])) for j in range(rows)
+            ]
             if depth == 16:  # rows j and j + 8 side by side: two squares of 8 x 8 words
                 words = [T.Bind(tirx.Shuffle([words[j], words[j + half]], list(range(16)))) for j in range(half)]
             for p, pairs in enumerate(_transposed(words)):

@@ -270,7 +270,9 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     _tensorize(sch, queries, (amx.TILE_ROWS, depth), amx.interleave_columns(depth))
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
-    sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True, ahead=bool(n.get("qk_ahead", 0))))
+    sch.tensorize(
+        qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True, ahead=bool(n.get("qk_ahead", 0)))
+    )
     if one_block:
         init = sch.decompose_reduction(value, pv_tile)
         sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
@@ -278,7 +280,9 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     else:
         init = sch.decompose_reduction(value, pv_product)
         sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["pv_rows"], n["pv_columns"]))
-        sch.tensorize(pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys, n["pv_ahead"]))
+        sch.tensorize(
+            pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys, n["pv_ahead"])
+        )
     _vectorize(sch, LANES, sch.get_sblock("acc"))
     _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
@@ -467,7 +471,7 @@ def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
 
 
 def _copies(workload: Workload) -> tuple[str, str]:
-    """The stages that gather keys and values as bf16: the rows as they lie, or, of fp8 pools, what their codes stand for.
+    """The stages that gather keys and values as bf16: rows as they lie, or what the codes of an fp8 pool stand for.
 
     Decode's are exact, in units that the scores make up for; in extend, where a row may be of the new tokens, a pool's
     rows have their scale and are rounded to bf16.

@@ -90,7 +90,9 @@ def test_product_loops_keep_their_accumulators():
     assert words.count("ldtilecfg") == 1 and words.count("tileloadd") <= words.count("tdpbf16ps")
 
 
-@pytest.mark.parametrize("sizes", [(24, 16, 64, 32), (16, 8, 64, 32), (16, 16, 64, 16), (16, 16, 96, 64), (48, 48, 64, 32)])
+@pytest.mark.parametrize(
+    "sizes", [(24, 16, 64, 32), (16, 8, 64, 32), (16, 16, 64, 16), (16, 16, 96, 64), (48, 48, 64, 32)]
+)
 def test_impossible_product_loops_are_refused(sizes):
     with pytest.raises(ValueError, match="bf16_product_over: "):
         amx.bf16_product_over(*sizes)
