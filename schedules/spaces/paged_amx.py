@@ -4,10 +4,11 @@ Both products of a KV chunk are `tdpbf16ps`. The scores are S^T = K Q^T: gathere
 lie, Q is laid out in pairs of dimensions once per item. The values are O = P V: the probabilities are rounded to bf16
 and transposed on the way (16 x 32 at a time, by shuffles), value rows are interleaved in pairs as they are gathered.
 
-An item's query rows are walked in blocks whose scores of a chunk stay in the nearest caches. A chunk is a two-pass
-softmax for each block: all its scores, then maximum, probabilities, values; chunks are folded row by row. Where there
-are several blocks, the chunk's keys and values are gathered once for all of them; where there is one (decode), in the
-loops of the products.
+An item's query rows are walked in blocks. A chunk of keys is a two-pass softmax for each block: its scores and maxima
+tile by tile of keys, then probabilities, their sums and their transposes likewise, so that a tile is in the nearest
+cache for all that is done to it, then values. Chunks are folded row by row. Where there are several blocks (extend),
+the chunk's keys and values are gathered once for all of them, and a product of values keeps its sums in tile registers
+over the whole chunk; where there is one (decode), they are gathered in the loops of the products.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     pv_keys, pv_rows, pv_columns: keys, query rows and value columns of one product of values. prefetch_k, prefetch_v:
     keys between a row's prefetch and its copy, 0 = none. prefetch_level: the cache it goes to. prefetch_across: while
     keys are copied, ask for the same chunk's values; while values are, for the next chunk's keys. max_split: see the
-    planner.
+    planner. qk_ahead, pv_ahead: products ask for the keys of the next one, and for values so many steps of 32 ahead.
     """
     decode = workload.operator == "paged_decode"
     rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512, 1024)
@@ -132,16 +133,20 @@ def default(workload: Workload) -> dict[str, int]:
             "prefetch_across": 0,
             "max_split": 512 if latent else 0,
         }
+    dim, dim_vo = _dims(workload)
     return common | {
         "rows": 256,
         "block_rows": 32,
         "chunk": 512,
         "qk_keys": 32,
-        "pv_columns": 16,
-        "prefetch_v": 8,
+        "qk_rows": 32 if dim % HALVES == 0 else 16,  # half tiles want registers of their own
+        "pv_rows": 32,
+        "pv_columns": 32 if dim_vo % 32 == 0 else 16,
+        "prefetch_v": 16,
+        "prefetch_level": 1,
         "prefetch_across": 1,
         "qk_ahead": 0,
-        "pv_ahead": 0,
+        "pv_ahead": 1,
     }
 
 
