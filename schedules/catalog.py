@@ -71,6 +71,6 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
         everything = (*everything, *fp8, Workload("write_kv", "bf16", kv_dtype=_KV))
         return tuple(w for w in everything if w.operator != "paged_extend" or target == "cuda-sm90a")
     if family == "amx":
-        # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
-        return (*_paged("bf16", MORE_SHAPES), LATENT)
+        # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx512, else of x86-avx2.
+        return (*_paged("bf16", MORE_SHAPES), LATENT, *_FP8[: len(_PAGED)])
     return (*(workload for dtype in DTYPES for workload in _everything(dtype)), *_FP8, *_TREE)

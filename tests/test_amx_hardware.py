@@ -1,5 +1,6 @@
 """What only a processor with AMX can show: large sizes, torch using tiles in between, the permission of threads."""
 
+import functools
 import json
 import os
 import subprocess
@@ -62,16 +63,31 @@ class Requests:
                 [x[self.slots[b]]] + ([] if self.new is None else [y[rows]])
                 for x, y in zip(self.pool, self.new or self.pool, strict=True)
             ]
-            keys, values = (torch.cat(part).double().repeat_interleave(4, 1).transpose(0, 1) for part in parts)
-            scores = self.q[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * SIZES["dim"] ** -0.5
+            # Heads of a group are rows over one KV head: expanded keys would be gigabytes.
+            keys, values = (torch.cat(part).double().transpose(0, 1) for part in parts)
+            kv_heads, _, dim = keys.shape
+            rows_of_head = self.q[rows].double().view(new, kv_heads, -1, dim).permute(1, 0, 2, 3)
+            scores = (rows_of_head.flatten(1, 2) @ keys.transpose(1, 2)).mul_(dim**-0.5).unflatten(1, (new, -1))
             if logit_cap:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
             distance = torch.arange(prefix, prefix + new)[:, None] - torch.arange(prefix + new)
-            scores.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
-            lse = scores.logsumexp(2)
-            outs.append((torch.exp(scores - lse[..., None]) @ values).transpose(0, 1))
-            lses.append(lse.T)
+            scores.masked_fill_(((distance < 0) | (distance >= window))[:, None], -torch.inf)
+            lse = scores.logsumexp(3)
+            weighted = (scores.sub_(lse[..., None]).exp_().flatten(1, 2) @ values).unflatten(1, (new, -1))
+            outs.append(weighted.transpose(0, 1).flatten(1, 2))
+            lses.append(lse.transpose(0, 1).flatten(1, 2))
         return torch.cat(outs).numpy(), torch.cat(lses).numpy()
+
+
+@functools.lru_cache(maxsize=1)
+def decode_requests(*lengths):
+    batch = Requests([n - 1 for n in lengths], [1] * len(lengths), from_pool=True)
+    return batch, batch.expected()
+
+
+@functools.lru_cache(maxsize=4)
+def extend_requests(prefixes, news):
+    return Requests(prefixes, news, from_pool=False)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -80,23 +96,22 @@ class Requests:
     ids=["1x16384", "16x4096", "16x1024", "64x2048", "65536 and 64x500"],
 )  # fmt: skip
 def test_large_decode(lengths, invariant):
-    batch = Requests([n - 1 for n in lengths], [1] * len(lengths), from_pool=True)
+    batch, (wanted, wanted_lse) = decode_requests(*lengths)
     out, lse = decode_attention(
         batch.q, *batch.pool, batch.table, batch.rows, batch.lens, return_lse=True, batch_invariant=invariant
     )
-    wanted, wanted_lse = batch.expected()
     assert_close(out, wanted, TOLERANCE)
     assert_lse_close(lse, wanted_lse, TOLERANCE)
 
 
 @pytest.mark.parametrize(
     "prefixes, news",
-    [([0], [1024]), ([0], [2500]), ([2048] * 4, [256] * 4), ([0] + [999] * 40, [1000] + [1] * 40)],
+    [((0,), (1024,)), ((0,), (2500,)), ((2048,) * 4, (256,) * 4), ((0, *(999,) * 40), (1000, *(1,) * 40))],
     ids=["1x1024", "1x2500", "4x(2048+256)", "1000 beside 40 decodes"],
 )
 @pytest.mark.parametrize("options", [{}, {"window": 700}, {"logit_cap": 20.0}], ids=["plain", "window", "cap"])
 def test_large_extend(prefixes, news, options):
-    batch = Requests(prefixes, news, from_pool=False)
+    batch = extend_requests(prefixes, news)
     out, lse = extend_attention(
         batch.q, *batch.new, *batch.pool, batch.table, batch.rows, batch.lens, torch.tensor(news), return_lse=True,
         **options,

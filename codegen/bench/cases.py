@@ -54,6 +54,7 @@ SERVING = (
     *(_serving(batch, tokens, prefix=prefix, required=1.6) for batch, prefix, tokens in
       ((1, 0, 1024), (1, 0, 4096), (4, 2048, 256))),
     Case(Workload("paged_decode", "bf16", 16, 576, 512), 16, 4096, 1, most_us=1200.0),
+    Case(Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3"), 16, 4096, 8),
 )  # fmt: skip
 SERVING_COLD = 1 << 30
 

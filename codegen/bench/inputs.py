@@ -75,8 +75,8 @@ MEASURED: dict[str, Paged | Lightning] = {
     "lightning_extend": Lightning((1537, 511), 8),
     "lightning_decode": Lightning((1,) * 16, 32),
 }
-# The same for tiles, which are found on machines of many cores: about the sizes of a server.
-MEASURED_ON_TILES: dict[str, Paged | Lightning] = {
+# The same for AVX-512 and tiles, which are found on machines of many cores: about the sizes of a server.
+MEASURED_ON_SERVERS: dict[str, Paged | Lightning] = {
     "paged_decode": Paged(
         tuple((n - 1, 1) for n in (2048, 1537, 2571, 1790, 2306, 1025, 3071, 2036, 4096, 601, 1200, 2900)), 8
     ),
@@ -148,9 +148,16 @@ def verified(workload: Workload, target: str, shared: Path) -> list[Case]:
 
 
 def _lengths(workload: Workload, target: str) -> Paged | Lightning:
-    if get_target(target).family != "amx":
+    if not _of_servers(target):
         return MEASURED[workload.operator]
-    return MEASURED_LATENT if _is_latent(workload) else MEASURED_ON_TILES[workload.operator]
+    if _is_latent(workload):
+        return MEASURED_LATENT
+    return MEASURED_ON_SERVERS.get(workload.operator, MEASURED[workload.operator])
+
+
+def _of_servers(target: str) -> bool:
+    where = get_target(target)
+    return where.family == "amx" or (where.family == "x86" and where.lanes == 16)
 
 
 def _is_latent(workload: Workload) -> bool:
@@ -174,7 +181,8 @@ class PagedCase:
     """Paged decode or causal extend: a `Case`.
 
     Decode reads its keys, the current token's too, from the pool; extend reads the prefix from the pool and the new
-    tokens from k_new and v_new. On tiles, decode is timed with cold pools: calls take copies of the pool in turn.
+    tokens from k_new and v_new. On the CPUs of servers decode is timed with cold pools: calls take
+    copies of the pool in turn.
     """
 
     def __init__(
@@ -247,7 +255,7 @@ class PagedCase:
         self.bytes = float(keys_read * kv_heads * row * pools[0].itemsize)
         self.bytes += float(tokens * heads * (dim + dim_v) * dtype.itemsize)
         self._pools = [pools]
-        if self._decode and not oracle and get_target(target).family == "amx":
+        if self._decode and not oracle and _of_servers(target):
             for _ in range(math.ceil(COLD_BYTES / self.bytes) - 1):
                 k, v = (pool_zeros(x.shape, x.dtype) for x in pools)
                 k.copy_(pools[0])

@@ -85,24 +85,26 @@ def decode(case: Case, roots: Roots | None, cold: int) -> Setup:
             Call(partial(attend, table.to(torch.int32), rows, seq_lens, out=out, plan=plan), first) for table in tables
         ]
 
+    def chosen(pool: Tensor, table: Tensor) -> Tensor:
+        # Peers attend to the same numbers in the type of the queries: torch has no attention over fp8.
+        return pool.view(torch.uint8)[table].view(pool.dtype).to(dtype) if fp8 else pool[table]
+
     def gathered(pool: Tensor, table: Tensor) -> Tensor:
-        # torch attends to the same numbers in the type of the queries: it has no attention over fp8.
-        rows = pool.view(torch.uint8)[table].view(pool.dtype).to(dtype) if fp8 else pool[table]
-        return pooled(rows.transpose(1, 2))
+        return pooled(chosen(pool, table).transpose(1, 2))
 
     forms = []
     for table in tables:
         keys = gathered(k_buffer, table)
         forms.append(peers.decode(q, keys, keys[..., :dim_v] if latent else gathered(v_buffer, table)))
     contestants = [*ours(case, roots, calls), *peer_forms(forms, first)]
-    if case.workload.dtype == "bf16" and not fp8 and vllm_peer.load():
+    if case.workload.dtype == "bf16" and vllm_peer.load():
         if latent:
             call = vllm_peer.latent_decode(q, k_buffer[tables].view(count * batch, tokens, dim), dim_v, dim**-0.5)
             contestants.append(_vllm("latent", vllm_peer.LATENT_PAGE, call, count))
         else:
 
             def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-                return ((k_buffer[slots], v_buffer[slots]) for slots in tables.view(-1, tokens))
+                return ((chosen(k_buffer, slots), chosen(v_buffer, slots)) for slots in tables.view(-1, tokens))
 
             contestants += _vllm_forms(q, 1, tokens, count, pairs)
     return Setup(

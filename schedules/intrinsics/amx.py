@@ -19,22 +19,26 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
+import tvm_ffi
 from tvm import DataType, tirx
-from tvm.ir.expr import Var
+from tvm.ir.expr import StringImm, Var
 from tvm.s_tir import TensorIntrin
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from tilewright.schedules.lowering import TRIP
+
 TILE_ROWS = 16
 TILE_WORDS = 16  # 32-bit words in a row
 TILE_REGISTERS = 8
+OVER = "tilewright.amx.over"  # on the loop of a `bf16_product_over`: its steps of 32 an iteration
 
 # TVM has no type for a tile. Any type of 1024 bytes passes through its code generator; only LLVM looks at the value.
 _TILE = "int32x256"
 
 
 @functools.cache
-def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) -> str:
+def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ahead: bool = False) -> str:
     """Register C[i, j] += sum_k f32(A[i, k]) * f32(B[k // 2, j, k % 2]) by `tdpbf16ps`.
 
     A is bf16 [rows, depth], B bf16 [depth // 2, columns, 2], C f32 [rows, columns]; row strides are free,
@@ -43,27 +47,28 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
     Args:
         rows: at least 2; 16 to a tile, the last tile may be lower.
         columns: at least 2; 16 to a tile, the last tile may be narrower.
-        depth: a multiple of 32; all of it is unrolled.
+        depth: a multiple of 16; all of it is unrolled. A last 16 take tiles of their own, half as deep.
         fresh: start from zero instead of from C, whatever C holds. Sound only where `depth` is the whole reduction, and
             only together with `omitted_init` on the block that would have zeroed C.
+        ahead: ask for the next `rows` rows of A (they need not be there) while this product runs.
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops i, j, k.
 
     Raises:
-        ValueError: fewer than 2 rows or columns (TVM drops such loops), a depth that is no positive multiple of 32, or
+        ValueError: fewer than 2 rows or columns (TVM drops such loops), a depth that is no positive multiple of 16, or
             more tiles than registers (all tiles of C, one side of a step in depth, one tile of the other).
     """
     row_tiles, column_tiles, depth_tiles = _tiles(rows), _tiles(columns), _tiles(depth // 2)
     size = f"{rows} x {columns} x {depth}"
-    if rows < 2 or columns < 2 or depth < 32 or depth % 32:
-        raise ValueError(f"bf16_product: got {size}, expected 2 x 2 x 32 or more, the depth in multiples of 32")
+    if rows < 2 or columns < 2 or depth < 16 or depth % 16:
+        raise ValueError(f"bf16_product: got {size}, expected 2 x 2 x 16 or more, the depth in multiples of 16")
     # The tiles of the shorter side stay in registers while those of the longer one come and go.
     if len(row_tiles) <= len(column_tiles):
         order = [(row, column) for column in column_tiles for row in row_tiles]
     else:
         order = [(row, column) for row in row_tiles for column in column_tiles]
-    if not products_fit((rows, columns)):
+    if not products_fit((rows, columns, depth)):
         raise ValueError(f"bf16_product: {size} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
     def description() -> None:
@@ -96,33 +101,198 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False) ->
                 for (i, m), (j, n) in order:
                     if i not in a_tiles:
                         a_tiles[i] = _load(m, words, _address(a, i, 2 * k), a_bytes)
+                        for row in range(rows + i, rows + i + m) if ahead else ():
+                            _prefetch(_address(a, row, 2 * k))
                     if j not in b_tiles:
                         b_tiles[j] = _load(words, n, _address(b, k, j, 0), b_bytes)
                     sums[i, j] = _instruction("tdpbf16ps", m, n, 4 * words, sums[i, j], a_tiles[i], b_tiles[j])
             for (i, m), (j, n) in order:
                 _store(m, n, _address(c, i, j), c_bytes, sums[i, j])
 
-    name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "")
+    name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "") + ("_ahead" if ahead else "")
     return _register(name, description, implementation)
 
 
-def products_fit(*sizes: tuple[int, int]) -> bool:
-    """Whether one function can hold `bf16_product`s of these (rows, columns).
+def products_fit(*sizes: tuple[int, int, int]) -> bool:
+    """Whether one function can hold `bf16_product`s of these (rows, columns, depth).
 
     A product keeps all tiles of C, those of the shorter side of a step in depth, and one of the other side. A register
     has one shape for the whole function, so products share registers only where their tiles have the same shape. LLVM
     does not spill its way out of more: it ends the process.
     """
     needed: Counter[tuple[int, int]] = Counter()
-    for rows, columns in sizes:
-        row_tiles, column_tiles = ([size for _, size in _tiles(extent)] for extent in (rows, columns))
+    for rows, columns, depth in sizes:
+        row_tiles, column_tiles, depth_tiles = ([n for _, n in _tiles(x)] for x in (rows, columns, depth // 2))
         held = Counter((m, n) for m in row_tiles for n in column_tiles)
-        left, right = [(m, TILE_WORDS) for m in row_tiles], [(TILE_ROWS, n) for n in column_tiles]
-        kept, streamed = (left, right) if len(left) <= len(right) else (right, left)
-        held.update(kept)
-        held.update(set(streamed))
-        needed |= held
+        steps: Counter[tuple[int, int]] = Counter()
+        for words in set(depth_tiles):
+            left, right = [(m, words) for m in row_tiles], [(words, n) for n in column_tiles]
+            kept, streamed = (left, right) if len(left) <= len(right) else (right, left)
+            steps |= Counter(kept) + Counter(set(streamed))
+        needed |= held + steps
     return needed.total() <= TILE_REGISTERS
+
+
+@functools.cache
+def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int = 0) -> str:
+    """Register the `fresh` product of `bf16_product` as a loop over depth whose accumulators stay in tile registers.
+
+    Shapes and layouts are those of `bf16_product`. The loop, `depth / step` iterations of `step`, carries the
+    annotation `OVER` (and may be given another extent by then): `product_loops` must make code of it. An accumulator is
+    stored once, where `bf16_product` over the same loop would load and store it in every iteration.
+
+    Args:
+        rows: a multiple of 16; the tiles of rows x columns must fit the registers, see `products_fit`.
+        columns: a multiple of 16.
+        depth: a multiple of `step`.
+        step: a multiple of 32.
+        ahead: how many times 32 of depth before its use a row of B is asked for, 0 = never.
+
+    Returns:
+        The name for `Schedule.tensorize`, whose block has the loops i, j, k.
+
+    Raises:
+        ValueError: sizes that are no such multiples.
+    """
+    if rows % 16 or columns % 16 or step < 32 or step % 32 or depth < step or depth % step:
+        raise ValueError(
+            f"bf16_product_over: got {rows} x {columns} x {depth} by {step}, expected multiples of 16, 16, step, 32"
+        )
+    if not products_fit((rows, columns, step)):
+        raise ValueError(
+            f"bf16_product_over: {rows} x {columns} holds more tiles than there are registers ({TILE_REGISTERS})"
+        )
+
+    def description() -> None:
+        a = _matrix("A", (rows, depth), "bfloat16")
+        b = _matrix("B", (depth // 2, columns, 2), "bfloat16")
+        c = _matrix("C", (rows, columns), "float32")
+        with T.sblock("root"):
+            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
+            T.writes(c[0:rows, 0:columns])
+            with T.grid(rows, columns, depth) as loops, T.sblock("product"):
+                i, j, k = T.axis.remap("SSR", loops)
+                product = a[i, k].astype("float32") * b[k // 2, j, k % 2].astype("float32")
+                T.buffer_store(c, c[i, j] + product, [i, j])
+
+    def implementation() -> None:
+        a_row, b_row, c_row = _sizes("A_row", "B_row", "C_row")
+        a = _matrix("A", (rows, depth), "bfloat16", [a_row, 1])
+        b = _matrix("B", (depth // 2, columns, 2), "bfloat16", [b_row, 2, 1])
+        c = _matrix("C", (rows, columns), "float32", [c_row, 1])
+        with T.sblock("root"):
+            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
+            T.writes(c[0:rows, 0:columns])
+            with T.serial(0, depth // step, annotations={OVER: step // 32, TRIP: "keys"}):
+                operands = [(_address(m, *[0] * len(m.shape)), _bytes(m, m.strides[0])) for m in (c, a, b)]
+                T.evaluate(
+                    tirx.call_extern(
+                        "void",
+                        f"tilewright_amx_product_{rows}x{columns}x{ahead}",
+                        *(x for pair in operands for x in pair),
+                    )
+                )
+
+    name = f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}_ahead{ahead}"
+    return _register(name, description, implementation)
+
+
+def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Make code of the loops that `bf16_product_over` left: one function of LLVM's, inlined, which loops itself."""
+
+    def visit(loop: tirx.For, mutator: tvm_ffi.StructuralMutator) -> tirx.Stmt:
+        steps = dict(loop.annotations).get(OVER)
+        if steps is None:
+            return mutator.default_mutate(loop)
+        call = loop.body.value
+        name = str(call.args[0].value)
+        rows, columns, ahead = (int(n) for n in name.rpartition("_")[2].split("x"))
+        call = tirx.call_extern("void", name, *call.args[1:], loop.extent.astype("int64") * int(steps))
+        return tirx.AttrStmt(
+            tirx.const(0, "int32"),
+            "pragma_import_llvm",
+            StringImm(_product_loop(name, rows, columns, ahead)),
+            tirx.Evaluate(call),
+        )
+
+    return tvm_ffi.structural_mutate(func, (tirx.For, visit))
+
+
+def _product_loop(name: str, rows: int, columns: int, ahead: int) -> str:
+    """LLVM IR: C = sum over `steps` of A's next 32 columns times B's next 16 rows of pairs.
+
+    Written out, because TVM has no loop that carries a tile.
+    """
+    zero, load, product, store = (
+        f"@llvm.x86.{n}.internal" for n in ("tilezero", "tileloadd64", "tdpbf16ps", "tilestored64")
+    )
+    tiles = [(i, j) for i in range(rows // 16) for j in range(columns // 16)]
+    body: list[str] = []
+
+    def matrix_tile(register: str, base: str, row_bytes: str, rows: int, column_bytes: int) -> None:
+        body.append(f"  %{register}_down = mul i64 {row_bytes}, {rows}")
+        body.append(f"  %{register}_off = add i64 %{register}_down, {column_bytes}")
+        body.append(f"  %{register}_at = getelementptr i8, ptr {base}, i64 %{register}_off")
+        body.append(f"  %{register} = call x86_amx {load}(i16 16, i16 64, ptr %{register}_at, i64 {row_bytes})")
+
+    streamed_rows = rows > columns
+    done: set[str] = set()
+    order = sorted(tiles) if streamed_rows else sorted(tiles, key=lambda t: (t[1], t[0]))
+    for i, j in order:
+        for register, base, row_bytes, down, right in (
+            (f"a{i}", "%a_next", "%a_row", 16 * i, 0),
+            (f"b{j}", "%b_next", "%b_row", 0, 64 * j),
+        ):
+            if register not in done:
+                done.add(register)
+                matrix_tile(register, base, row_bytes, down, right)
+                for row in range(16) if ahead and base == "%b_next" else ():
+                    line = f"%line{j}_{row}"
+                    body.append(f"  {line}_down = mul i64 {row_bytes}, {16 * ahead + row}")
+                    body.append(f"  {line}_off = add i64 {line}_down, {right}")
+                    body.append(f"  {line} = getelementptr i8, ptr {base}, i64 {line}_off")
+                    body.append(f"  call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 3, i32 1)")
+        body.append(
+            f"  %new{i}_{j} = call x86_amx {product}(i16 16, i16 64, i16 64, "
+            f"x86_amx %sum{i}_{j}, x86_amx %a{i}, x86_amx %b{j})"
+        )
+    loop, body = body, []
+    for i, j in tiles:
+        body.append(f"  %down{i}_{j} = mul i64 %c_row, {16 * i}")
+        body.append(f"  %off{i}_{j} = add i64 %down{i}_{j}, {64 * j}")
+        body.append(f"  %at{i}_{j} = getelementptr i8, ptr %c, i64 %off{i}_{j}")
+        body.append(f"  call void {store}(i16 16, i16 64, ptr %at{i}_{j}, i64 %c_row, x86_amx %all{i}_{j})")
+    return "\n".join(
+        [
+            f"define void @{name}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, ptr %b, i64 %b_row, i64 %steps) {{",
+            "entry:",
+            *(f"  %zero{i}_{j} = call x86_amx {zero}(i16 16, i16 64)" for i, j in tiles),
+            "  %b_step = mul i64 %b_row, 16",
+            "  %some = icmp sgt i64 %steps, 0",
+            "  br i1 %some, label %loop, label %done",
+            "loop:",
+            *(f"  %sum{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles),
+            "  %a_next = phi ptr [ %a, %entry ], [ %a_then, %loop ]",
+            "  %b_next = phi ptr [ %b, %entry ], [ %b_then, %loop ]",
+            "  %step = phi i64 [ 0, %entry ], [ %after, %loop ]",
+            *loop,
+            "  %a_then = getelementptr i8, ptr %a_next, i64 64",
+            "  %b_then = getelementptr i8, ptr %b_next, i64 %b_step",
+            "  %after = add i64 %step, 1",
+            "  %more = icmp slt i64 %after, %steps",
+            "  br i1 %more, label %loop, label %done",
+            "done:",
+            *(f"  %all{i}_{j} = phi x86_amx [ %zero{i}_{j}, %entry ], [ %new{i}_{j}, %loop ]" for i, j in tiles),
+            *body,
+            "  ret void",
+            "}",
+            "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+            f"declare x86_amx {zero}(i16, i16)",
+            f"declare x86_amx {load}(i16, i16, ptr, i64)",
+            f"declare x86_amx {product}(i16, i16, i16, x86_amx, x86_amx, x86_amx)",
+            f"declare void {store}(i16, i16, ptr, i64, x86_amx)",
+        ]
+    )
 
 
 @functools.cache
@@ -258,15 +428,23 @@ def transpose_to_bf16() -> str:
 
 
 @functools.cache
-def interleave_columns() -> str:
+def interleave_columns(depth: int = 32) -> str:
     """Register Out[k // 2, j, k % 2] = In[j, k]: the right operand of a product from its transpose.
 
-    In is bf16 [16, 32], Out bf16 [16, 16, 2]; row strides are free, the dimensions inside a row are dense.
+    In is bf16 [16, depth], Out bf16 [depth // 2, 16, 2]; row strides are free, the dimensions inside a row are dense.
+
+    Args:
+        depth: 32 or 16, a whole tile or half of one.
 
     Returns:
         The name for `Schedule.tensorize`, whose block has the loops j, k.
+
+    Raises:
+        ValueError: another depth.
     """
-    rows, depth = TILE_ROWS, 2 * TILE_WORDS
+    rows, half = TILE_ROWS, TILE_ROWS // 2
+    if depth not in (16, 32):
+        raise ValueError(f"interleave_columns: got a depth of {depth}, expected 16 or 32")
 
     def description() -> None:
         source, target = _matrix("In", (rows, depth), "bfloat16"), _matrix("Out", (depth // 2, rows, 2), "bfloat16")
@@ -285,20 +463,27 @@ def interleave_columns() -> str:
             T.reads(source[0:rows, 0:depth])
             T.writes(target[0 : depth // 2, 0:rows, 0:2])
             T.evaluate(tirx.buffer_data(source))  # keeps it bf16, see _address; leaves no code
-            words = [T.Bind(T.reinterpret("uint32x16", source[j, tirx.Ramp(0, 1, 32)])) for j in range(rows)]
+            words = [
+                T.Bind(T.reinterpret(f"uint32x{depth // 2}", source[j, tirx.Ramp(0, 1, depth)])) for j in range(rows)
+            ]
+            if depth == 16:  # rows j and j + 8 side by side: two squares of 8 x 8 words
+                words = [T.Bind(tirx.Shuffle([words[j], words[j + half]], list(range(16)))) for j in range(half)]
             for p, pairs in enumerate(_transposed(words)):
                 T.buffer_store(target, T.reinterpret("bfloat16x32", pairs), [p, 0, tirx.Ramp(0, 1, 32)])
 
-    return _register("amx_interleave_columns", description, implementation)
+    return _register(f"amx_interleave_columns_{depth}", description, implementation)
 
 
 def _transposed(rows: list[Var]) -> list[Var]:
-    """The columns of 16 vectors of 16 words: exchange the off-diagonal blocks of size 8, 4, 2, 1."""
+    """The columns of 16 vectors of 16 words, or of two squares of 8 words side by side in 8 vectors.
+
+    Exchanges the off-diagonal blocks of size 8, 4, 2, 1.
+    """
     rows = list(rows)
-    for size in (8, 4, 2, 1):
+    for size in (n for n in (8, 4, 2, 1) if n < len(rows)):
         upper = [lane if lane & size == 0 else lane - size + 16 for lane in range(16)]
         lower = [lane + size if lane & size == 0 else lane + 16 for lane in range(16)]
-        for p in (p for p in range(16) if p & size == 0):
+        for p in (p for p in range(len(rows)) if p & size == 0):
             both = [rows[p], rows[p + size]]
             rows[p], rows[p + size] = (T.Bind(tirx.Shuffle(both, lanes)) for lanes in (upper, lower))
     return rows
@@ -366,6 +551,11 @@ def _zero(rows: int, words: int) -> tirx.Expr:
 
 def _load(rows: int, words: int, address: tirx.Expr, row_bytes: tirx.Expr) -> tirx.Expr:
     return T.Bind(_call(_TILE, "tileloadd64", *_shape(rows, words), address, row_bytes))
+
+
+def _prefetch(address: tirx.Expr) -> None:
+    zero, all_levels, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, zero, all_levels, data))
 
 
 def _instruction(name: str, rows: int, words: int, depth_bytes: int, *tiles: tirx.Expr) -> tirx.Expr:

@@ -4,10 +4,11 @@ Both products of a KV chunk are `tdpbf16ps`. The scores are S^T = K Q^T: gathere
 lie, Q is laid out in pairs of dimensions once per item. The values are O = P V: the probabilities are rounded to bf16
 and transposed on the way (16 x 32 at a time, by shuffles), value rows are interleaved in pairs as they are gathered.
 
-An item's query rows are walked in blocks whose scores of a chunk stay in the nearest caches. A chunk is a two-pass
-softmax for each block: all its scores, then maximum, probabilities, values; chunks are folded row by row. Where there
-are several blocks, the chunk's keys and values are gathered once for all of them; where there is one (decode), in the
-loops of the products.
+An item's query rows are walked in blocks. A chunk of keys is a two-pass softmax for each block: its scores and maxima
+tile by tile of keys, then probabilities, their sums and their transposes likewise, so that a tile is in the nearest
+cache for all that is done to it, then values. Chunks are folded row by row. Where there are several blocks (extend),
+the chunk's keys and values are gathered once for all of them, and a product of values keeps its sums in tile registers
+over the whole chunk; where there is one (decode), they are gathered in the loops of the products.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tvm.ir.expr import TensorLoad, Var
 from tvm.s_tir import SBlock, SBlockRealize
 
 from tilewright.schedules import lowering
+from tilewright.schedules.e4m3 import HALF_UNIT
 from tilewright.schedules.intrinsics import amx
 from tilewright.schedules.lowering import PREFETCH, TRIP
 from tilewright.schedules.paged_attention.definition import (
@@ -40,6 +42,8 @@ from tilewright.schedules.paged_attention.definition import (
 from tilewright.schedules.softmax_rows import fold_by_row
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
 from tilewright.schedules.targets import Target
+from tilewright.schedules.tile_loops import walk_together
+from tilewright.schedules.vector_math import reinterpret
 from tilewright.schedules.workload import Workload
 
 LANES = 16  # f32 lanes of a 512-bit register
@@ -58,10 +62,10 @@ def space(workload: Workload, target: Target) -> Space:
     if not workload.operator.startswith("paged") or workload.dtype != "bf16" or workload.general:
         raise UnsupportedWorkload(f"{workload.name} for {target.name}: tiles serve specialised paged attention in bf16")
     group, (dim, dim_vo) = _group(workload), _dims(workload)
-    if dim % 32 or dim_vo % 16 or group > MOST_GROUP:
+    if dim % 16 or dim_vo % 16 or group > MOST_GROUP or workload.tree:
         raise UnsupportedWorkload(
-            f"{workload.name} for {target.name}: tiles take head_dim_qk in multiples of 32, head_dim_vo in "
-            f"multiples of 16, a group of at most {MOST_GROUP}"
+            f"{workload.name} for {target.name}: tiles take head dims in multiples of 16, a group of at most "
+            f"{MOST_GROUP}, no tree of drafts"
         )
 
     def plan(n: Decisions) -> dict[str, int]:
@@ -87,10 +91,10 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
     pv_keys, pv_rows, pv_columns: keys, query rows and value columns of one product of values. prefetch_k, prefetch_v:
     keys between a row's prefetch and its copy, 0 = none. prefetch_level: the cache it goes to. prefetch_across: while
     keys are copied, ask for the same chunk's values; while values are, for the next chunk's keys. max_split: see the
-    planner.
+    planner. qk_ahead, pv_ahead: products ask for the keys of the next one, and for values so many steps of 32 ahead.
     """
     decode = workload.operator == "paged_decode"
-    rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512)
+    rows = (_filled(_group(workload)),) if decode else (64, 128, 256, 512, 1024)
     return {
         "rows": rows,
         "block_rows": rows if decode else (16, 32, 64, 128),
@@ -104,7 +108,7 @@ def choices(workload: Workload) -> dict[str, tuple[int, ...]]:
         "prefetch_v": (0, 8, 16, 32, 64, 128),
         "prefetch_level": (1, 2),
         "prefetch_across": (0, 1),
-    } | ({"max_split": (0, 256, 512, 1024)} if decode else {})
+    } | ({"max_split": (0, 256, 512, 1024)} if decode else {"qk_ahead": (0, 1), "pv_ahead": (0, 1, 2, 4)})
 
 
 def default(workload: Workload) -> dict[str, int]:
@@ -129,14 +133,20 @@ def default(workload: Workload) -> dict[str, int]:
             "prefetch_across": 0,
             "max_split": 512 if latent else 0,
         }
+    dim, dim_vo = _dims(workload)
     return common | {
         "rows": 256,
         "block_rows": 32,
         "chunk": 512,
         "qk_keys": 32,
-        "pv_columns": 16,
-        "prefetch_v": 8,
+        "qk_rows": 32 if dim % HALVES == 0 else 16,  # half tiles want registers of their own
+        "pv_rows": 32,
+        "pv_columns": 32 if dim_vo % 32 == 0 else 16,
+        "prefetch_v": 16,
+        "prefetch_level": 1,
         "prefetch_across": 1,
+        "qk_ahead": 0,
+        "pv_ahead": 1,
     }
 
 
@@ -150,7 +160,8 @@ def legal(workload: Workload, decisions: Decisions) -> bool:
         return False
     if n["chunk"] % max(n["qk_keys"], n["pv_keys"]) or _tokens(workload, n) < 1:
         return False
-    return amx.products_fit((n["qk_keys"], n["qk_rows"]), (n["pv_rows"], n["pv_columns"]))
+    scores = n["qk_keys"], n["qk_rows"], _dims(workload)[0]
+    return amx.products_fit(scores, (n["pv_rows"], n["pv_columns"], n["pv_keys"]))
 
 
 def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
@@ -164,13 +175,18 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     shape = PagedShape.of(workload, _tokens(workload, n), n["chunk"], rows)
     sch = s_tir.Schedule(paged_attention(workload, shape))
     score, value = sch.get_sblock("S"), sch.get_sblock("O")
-    keys, values = sch.get_sblock("Kg"), sch.get_sblock("Vg")
     if workload.operator == "paged_decode":
         sch.compute_inline(sch.get_sblock("slot"))
 
     # Operands: the casts belong to the products, the copies get the layouts that tiles want.
-    for name in ("Qf", "Kf", "Vf"):
-        sch.compute_inline(sch.get_sblock(name))
+    sch.compute_inline(sch.get_sblock("Qf"))
+    copies = _copies(workload)
+    for name in copies:
+        other = {"g": "f", "f": "g"}[name[1]]
+        sch.compute_inline(sch.get_sblock(name[0] + other))
+        if workload.kv_dtype is not None:
+            sch.unsafe_set_dtype(sch.get_sblock(name), 0, "bfloat16")
+    keys, values = (sch.get_sblock(name) for name in copies)
     width = n["qk_rows"]
     queries = sch.cache_read(score, 1, "global")
     sch.transform_layout(queries, ("write", 0), lambda w, h, r, d: (w, h, r // width, d // 2, r % width, d % 2))
@@ -191,12 +207,17 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 
     sch.compute_at(value, block, preserve_unit_loops=True)
     r, e, t = sch.get_loops(value)[-3:]
-    pv_tile, pv_step, t = sch.split(t, [None, tile_keys // n["pv_keys"], n["pv_keys"]])
     e_o, e = sch.split(e, [None, n["pv_columns"]])
     r_o, pv_product = sch.split(r, [None, n["pv_rows"]])
-    sch.reorder(pv_tile, pv_step, e_o, r_o, pv_product, e, t)
-    sch.compute_at(probabilities, pv_step, preserve_unit_loops=True)
-    sch.compute_at(pairs, pv_step if one_block else chunk, preserve_unit_loops=True)
+    if one_block:
+        pv_tile, pv_step, t = sch.split(t, [None, tile_keys // n["pv_keys"], n["pv_keys"]])
+        sch.reorder(pv_tile, pv_step, e_o, r_o, pv_product, e, t)
+        sch.compute_at(probabilities, pv_step, preserve_unit_loops=True)
+        sch.compute_at(pairs, pv_step, preserve_unit_loops=True)
+    else:
+        sch.reorder(e_o, r_o, pv_product, e, t)
+        sch.compute_at(probabilities, block, preserve_unit_loops=True)
+        sch.compute_at(pairs, chunk, preserve_unit_loops=True)
     for stage in (sch.get_sblock("l"), partial["l"], sch.get_sblock("P"), sch.get_sblock("m"), partial["m"]):
         sch.compute_at(stage, block, preserve_unit_loops=True)
     sch.compute_at(sch.get_sblock("X"), block, preserve_unit_loops=True)
@@ -213,7 +234,12 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.reorder(r_o, qk_product, r, d)
 
     p_key = sch.get_loops(sch.get_sblock("P"))[-2]
-    tiles = [qk_tile, pv_tile, sch.split(p_key, [None, tile_keys])[0]]
+    tiles = [qk_tile, sch.split(p_key, [None, tile_keys])[0]]
+    if one_block:
+        tiles.append(pv_tile)
+    else:
+        tile, t = sch.split(sch.get_loops(probabilities)[-2], [None, tile_keys])
+        tiles.append(tile)
     key, pair = sch.get_loops(keys)[-2], sch.get_loops(pairs)[-2]
     if not one_block:
         tile, key = sch.split(key, [None, tile_keys])
@@ -225,9 +251,10 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
     sch.annotate(key, PREFETCH, 1)
     sch.annotate(pair, PREFETCH, 1)
 
-    _vectorize(sch, HALVES, keys, sch.get_sblock("Qg"))
-    _vectorize(sch, HALVES if dim_vo % HALVES == 0 else HALVES // 2, values)
-    sch.unroll(sch.get_loops(values)[-3])
+    for stage, columns in ((keys, dim), (values, dim_vo), (sch.get_sblock("Qg"), dim)):
+        _vectorize(sch, HALVES if columns % HALVES == 0 else HALVES // 2, stage)
+    if workload.kv_dtype is None:  # the conversion binds variables, which a function may do once
+        sch.unroll(sch.get_loops(values)[-3])
     _vectorize(sch, LANES, *(sch.get_sblock(name) for name in ("P", "X", "bound_lo", "bound_hi", "F", "lse_row")))
     for name, chains in partial.items():
         chain, *outer, r, tile, t = sch.get_loops(chains)[-7:]
@@ -244,13 +271,23 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 
     sch.tensorize(two, amx.interleave_rows(dim_vo))
     _tensorize(sch, probabilities, (HALVES, amx.TILE_ROWS), amx.transpose_to_bf16())
-    _tensorize(sch, queries, (amx.TILE_ROWS, HALVES), amx.interleave_columns())
+    depth = HALVES if dim % HALVES == 0 else HALVES // 2
+    _tensorize(sch, queries, (amx.TILE_ROWS, depth), amx.interleave_columns(depth))
     init = sch.decompose_reduction(score, qk_product)
     sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["qk_keys"], n["qk_rows"]))
-    sch.tensorize(qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True))
-    init = sch.decompose_reduction(value, pv_tile)
-    sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
-    sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
+    sch.tensorize(
+        qk_product, amx.bf16_product(n["qk_keys"], n["qk_rows"], dim, fresh=True, ahead=bool(n.get("qk_ahead", 0)))
+    )
+    if one_block:
+        init = sch.decompose_reduction(value, pv_tile)
+        sch.tensorize(sch.get_loops(init)[-2], amx.zeroed(n["pv_rows"], n["pv_columns"]))
+        sch.tensorize(pv_product, amx.bf16_product(n["pv_rows"], n["pv_columns"], n["pv_keys"]))
+    else:
+        init = sch.decompose_reduction(value, pv_product)
+        sch.tensorize(sch.get_loops(init)[-2], amx.omitted_init(n["pv_rows"], n["pv_columns"]))
+        sch.tensorize(
+            pv_product, amx.bf16_product_over(n["pv_rows"], n["pv_columns"], n["chunk"], tile_keys, n["pv_ahead"])
+        )
     _vectorize(sch, LANES, sch.get_sblock("acc"))
     _vectorize(sch, LANES, sch.decompose_reduction(sch.get_sblock("acc"), chunk))
 
@@ -264,7 +301,13 @@ def schedule(workload: Workload, decisions: Decisions) -> tirx.PrimFunc:
 def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decisions: Decisions) -> tirx.PrimFunc:
     """The passes after scheduling: fold by row, masks, prefetches, each item's own numbers of chunks, rows and keys."""
     n = decisions
-    func = lowering.in_place(fold_by_row(func, lanes=LANES), "X", "P")
+    if workload.kv_dtype is not None:
+        func = tvm_ffi.structural_map(func, (SBlock, lambda block: _rounded_by_bits(block, _copies(workload))))
+    func = fold_by_row(func, lanes=LANES)
+    if n["rows"] == n["block_rows"]:
+        func = lowering.in_place(func, "X", "P")
+    else:
+        func = walk_together(func, ("X", "m_rf_update"), ("P", "P_global_o", "l_rf_update"))
     buffers = {p.name: p for p in func.params}
     items = buffers["items"]
     chunk_keys, block_rows, tile_keys = (
@@ -297,7 +340,8 @@ def _finish(func: tirx.PrimFunc, workload: Workload, shape: PagedShape, decision
         func, (tirx.For, lambda loop, mutator: _masked_where_needed(loop, mutator, buffers, table, workload))
     )
     func = lowering.prefetches(func, lambda _, loops: _ask_ahead(buffers, table, workload, n, loops))
-    return _bind_item(lowering.trip_counts(func, count, exact=("chunks",)), buffers, shape)
+    func = amx.product_loops(lowering.trip_counts(func, count, exact=("chunks",)))
+    return _bind_item(func, buffers, shape)
 
 
 def _bind_item(func: tirx.PrimFunc, buffers: dict[str, Any], shape: PagedShape) -> tirx.PrimFunc:
@@ -357,7 +401,10 @@ def _masked_where_needed(
     )
     store = block.body
     scores = next(part.source for part in block.reads if part.source.name == "S")
-    scaled = tirx.BufferLoad(scores, store.indices) * buffers["scale_log2"]
+    scale = buffers["scale_log2"]
+    if workload.kv_dtype is not None and workload.operator == "paged_decode":
+        scale = scale * (buffers["k_scale"] * tirx.const(HALF_UNIT, "float32"))
+    scaled = tirx.BufferLoad(scores, store.indices) * scale
     reads = [part for part in block.reads if part.source.same_as(scores)]
     plain = SBlock(
         block.iter_vars, reads, block.writes, "X_whole", tirx.BufferStore(store.buffer, scaled, store.indices)
@@ -389,8 +436,8 @@ def _ask_ahead(
     """The prefetches of one iteration of a copy of keys or values."""
     n = decisions
     at, block, _ = _first_point(loops[-1].body)
-    w, h, c, t = (at[f"v_{axis}"] for axis in "whct")
-    keys = block.name_hint == "Kg"
+    w, h, c, t, _ = at.values()
+    keys = block.name_hint == _copies(workload)[0]
 
     def row(source: str, offset: tirx.Expr) -> tirx.Stmt:
         position = table.position(w, offset)
@@ -426,6 +473,33 @@ def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
     if len(statements) < 2:
         return statements[0] if statements else tirx.Evaluate(0)
     return tirx.SeqStmt(statements)
+
+
+def _copies(workload: Workload) -> tuple[str, str]:
+    """The stages that gather keys and values as bf16: rows as they lie, or what the codes of an fp8 pool stand for.
+
+    Decode's are exact, in units that the scores make up for; in extend, where a row may be of the new tokens, a pool's
+    rows have their scale and are rounded to bf16.
+    """
+    return ("Kf", "Vf") if workload.kv_dtype is not None and workload.operator == "paged_decode" else ("Kg", "Vg")
+
+
+def _rounded_by_bits(block: SBlock, names: tuple[str, ...]) -> SBlock:
+    """Let the blocks of those names round to bf16 by one addition, halves away from zero.
+
+    TVM rounds by an expression that repeats the value, in which a variable must not be bound.
+    """
+    if block.name_hint not in names:
+        return block
+
+    def upper_half(cast: tirx.Cast) -> tirx.Expr:
+        if str(cast.ty.dtype) != "bfloat16":
+            return cast
+        word = lambda value: tirx.const(value, "uint32")  # noqa: E731
+        bits = reinterpret("uint32", cast.value) + word(0x8000)
+        return reinterpret("bfloat16", tirx.shift_right(bits, word(16)).astype("uint16"))
+
+    return tvm_ffi.structural_map(block, (tirx.Cast, upper_half))
 
 
 def _side_by_side(sch: s_tir.Schedule, name: str, tile_keys: int, block_rows: int) -> Any:

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from tvm import s_tir, te
+import tvm_ffi
+from tvm import s_tir, te, tirx
 from tvm.s_tir import TensorIntrin
 
 from tilewright.schedules.intrinsics import amx
@@ -16,6 +17,7 @@ SCALAR_MOVES = {"vpextrw", "vpextrd", "vpinsrw", "vpinsrd", "vpgatherqd", "vpgat
 
 # rows, columns, depth of one product: whole tiles, several, tails in either direction, the smallest.
 SIZES = [(16, 16, 32), (32, 32, 64), (64, 16, 32), (16, 64, 128), (16, 4, 64), (4, 32, 32), (20, 12, 64), (2, 2, 32)]
+SIZES += [(16, 16, 80), (32, 16, 16)]  # a last 16 of depth
 
 
 @pytest.fixture
@@ -53,6 +55,49 @@ def test_product_description(rng, rows, columns, depth, fresh):
     np.testing.assert_array_equal(got, c + a.astype(np.float32) @ b.astype(np.float32))
 
 
+def test_product_over_description(rng):
+    a, b = integers(rng, 32, 192), integers(rng, 192, 16)
+    got = run(description(amx.bf16_product_over(32, 16, 192, 64)), a, pairs(b), np.ones((32, 16), np.float32))
+    np.testing.assert_array_equal(got, 1 + a.astype(np.float32) @ b.astype(np.float32))
+
+
+@pytest.mark.parametrize("rows, columns, ahead", [(32, 32, 0), (16, 32, 2), (32, 16, 1), (16, 64, 0)])
+@pytest.mark.parametrize("iterations", [0, 1, 3])
+def test_product_loops_under_the_emulator(amx_emulator, rng, rows, columns, ahead, iterations):
+    """As many steps of depth as the loop has by then; none at all makes zeros of whatever was there."""
+    module, (m, n, d) = scheduled_product(rows, columns, 192, True, over=64, ahead=ahead)
+
+    def shortened(loop, mutator):
+        if amx.OVER not in dict(loop.annotations):
+            return mutator.default_mutate(loop)
+        extent = tirx.const(iterations, str(loop.extent.ty.dtype))
+        return tirx.For(loop.loop_var, loop.min, extent, loop.kind, loop.body, None, loop.annotations)
+
+    function = amx.product_loops(tvm_ffi.structural_mutate(module["main"], (tirx.For, shortened)))
+    built = tvm.compile(tvm.IRModule({"main": function}), target=tvm.target.Target(EMULATED))
+    a, b, keys = integers(rng, m, d), integers(rng, d, n), 64 * iterations
+    got = run(built["main"], a, b, np.full((m, n), np.nan, np.float32))
+    np.testing.assert_array_equal(got, a[:, :keys].astype(np.float32) @ b[:keys].astype(np.float32))
+
+
+def test_product_loops_keep_their_accumulators():
+    """One load or store of the result a tile, outside the loop; operands only are loaded in it."""
+    module, _ = scheduled_product(32, 32, 192, True, over=64)
+    function = amx.product_loops(module["main"])
+    text = tvm.compile(tvm.IRModule({"main": function}), target=tvm.target.Target(REAL)).mod.inspect_source("asm")
+    words = text.split()
+    assert words.count("tilezero") == words.count("tilestored") > 0
+    assert words.count("ldtilecfg") == 1 and words.count("tileloadd") <= words.count("tdpbf16ps")
+
+
+@pytest.mark.parametrize(
+    "sizes", [(24, 16, 64, 32), (16, 8, 64, 32), (16, 16, 64, 16), (16, 16, 96, 64), (48, 48, 64, 32)]
+)
+def test_impossible_product_loops_are_refused(sizes):
+    with pytest.raises(ValueError, match="bf16_product_over: "):
+        amx.bf16_product_over(*sizes)
+
+
 def test_init_description():
     got = run(description(amx.omitted_init(16, 32)), np.full((16, 32), np.nan, np.float32))
     np.testing.assert_array_equal(got, 0)
@@ -69,14 +114,17 @@ def test_interleave_description(rng):
     np.testing.assert_array_equal(got, pairs(rows))
 
 
-def test_interleave_columns_description(rng):
-    b = integers(rng, 32, 16)
-    got = run(description(amx.interleave_columns()), np.ascontiguousarray(b.T), np.full((16, 16, 2), np.nan, b.dtype))
+@pytest.mark.parametrize("depth", [32, 16])
+def test_interleave_columns_description(rng, depth):
+    b = integers(rng, depth, 16)
+    empty = np.full((depth // 2, 16, 2), np.nan, b.dtype)
+    got = run(description(amx.interleave_columns(depth)), np.ascontiguousarray(b.T), empty)
     np.testing.assert_array_equal(got, pairs(b))
 
 
+@pytest.mark.parametrize("depth", [32, 16])
 @pytest.mark.parametrize("target", [EMULATED, REAL], ids=["emulated", "real"])
-def test_interleave_columns_by_shuffles(rng, target):
+def test_interleave_columns_by_shuffles(rng, target, depth):
     """Out[k // 2, j, k % 2] = (a copy of In)[j, k]: the copy is a buffer of the function, as operands are."""
     source = te.placeholder((32, 64), "bfloat16", name="In")
     copy = te.compute((32, 64), lambda j, k: source[j, k], name="copy")
@@ -86,9 +134,9 @@ def test_interleave_columns_by_shuffles(rng, target):
     schedule.transform_layout(operand, ("write", 0), lambda j, k: (k // 2, j, k % 2))
     j, k = schedule.get_loops(operand)
     j0, j1 = schedule.split(j, [None, 16])
-    k0, k1 = schedule.split(k, [None, 32])
+    k0, k1 = schedule.split(k, [None, depth])
     schedule.reorder(j0, k0, j1, k1)
-    schedule.tensorize(j1, amx.interleave_columns())
+    schedule.tensorize(j1, amx.interleave_columns(depth))
     schedule.vectorize(schedule.split(schedule.fuse(*schedule.get_loops(schedule.get_sblock("copy"))), [None, 32])[1])
     schedule.vectorize(schedule.split(schedule.fuse(*schedule.get_loops(schedule.get_sblock("Out"))), [None, 32])[1])
     built = tvm.compile(schedule.mod, target=tvm.target.Target(target))
@@ -147,8 +195,11 @@ def halves_away_from_zero(x):
     return np.where(up, above, below)
 
 
-def scheduled_product(rows, columns, depth, fresh):
-    """C = A B of 2 x 2 products in rows and columns, and 2 in depth unless fresh, tensorized; every size static."""
+def scheduled_product(rows, columns, depth, fresh, over=0, ahead=0):
+    """C = A B of 2 x 2 products in rows and columns, and 2 in depth unless fresh, tensorized; every size static.
+
+    over: a loop over depth in steps of so many, by `bf16_product_over`.
+    """
     m, n, d = 2 * rows, 2 * columns, depth if fresh else 2 * depth
     a, b = te.placeholder((m, d), "bfloat16", name="A"), te.placeholder((d, n), "bfloat16", name="B")
     k = te.reduce_axis((0, d), "k")
@@ -171,7 +222,10 @@ def scheduled_product(rows, columns, depth, fresh):
         schedule.tensorize(schedule.get_loops(init)[-2], amx.omitted_init(rows, columns))
     else:
         schedule.tensorize(schedule.get_loops(init)[-2], amx.zeroed(rows, columns))
-    schedule.tensorize(i1, amx.bf16_product(rows, columns, depth, fresh=fresh))
+    if over:
+        schedule.tensorize(i1, amx.bf16_product_over(rows, columns, depth, over, ahead))
+    else:
+        schedule.tensorize(i1, amx.bf16_product(rows, columns, depth, fresh=fresh))
     return schedule.mod, (m, n, d)
 
 
@@ -213,7 +267,7 @@ def test_interleaving_needs_no_scalar_moves():
     assert not SCALAR_MOVES & set(words)
 
 
-@pytest.mark.parametrize("sizes", [(1, 16, 32), (16, 1, 32), (16, 16, 16), (16, 16, 0), (16, 16, 48), (48, 48, 32)])
+@pytest.mark.parametrize("sizes", [(1, 16, 32), (16, 1, 32), (16, 16, 8), (16, 16, 0), (16, 16, 40), (48, 48, 32)])
 def test_impossible_products_are_refused(sizes):
     with pytest.raises(ValueError, match="bf16_product: .*{} x {} x {}".format(*sizes)):
         amx.bf16_product(*sizes)
@@ -228,12 +282,14 @@ def test_impossible_interleavings_are_refused(columns):
 @pytest.mark.parametrize(
     "sizes, fits",
     [
-        ([(32, 32)], True),  # 4 + 2 + 1
-        ([(64, 16)], True),  # 4 + 1 + 1
-        ([(48, 32)], False),  # 6 + 2 + 1
-        ([(32, 32), (32, 32)], True),  # the same registers twice
-        ([(64, 8), (16, 16)], True),  # 5 of 16 x 8 words and 1 of 16 x 16; 3 of 16 x 16
-        ([(64, 8), (8, 64)], False),  # 5 of 16 x 8, 5 of 8 x 16
+        ([(32, 32, 64)], True),  # 4 + 2 + 1
+        ([(64, 16, 32)], True),  # 4 + 1 + 1
+        ([(48, 32, 32)], False),  # 6 + 2 + 1
+        ([(32, 32, 32), (32, 32, 64)], True),  # the same registers twice
+        ([(64, 8, 32), (16, 16, 32)], True),  # 5 of 16 x 8 words and 1 of 16 x 16; 3 of 16 x 16
+        ([(64, 8, 32), (8, 64, 32)], False),  # 5 of 16 x 8, 5 of 8 x 16
+        ([(32, 16, 80)], True),  # 2 + 1 + 1 and, for the last 16 of depth, 1 of 16 x 8 and 1 of 8 x 16
+        ([(32, 32, 80)], False),  # 4 + 2 + 1 and 2 + 1
     ],
 )
 def test_tile_registers(sizes, fits):
