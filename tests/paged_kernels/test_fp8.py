@@ -11,11 +11,15 @@ from layouts import EDGES, INDEXES, strided
 from paged_calls import check, run, same_bits
 from paged_sizes import GENERAL, SPECIAL, Size, decode_batch, paged_batch
 
+from tilewright.codegen.build import build
+from tilewright.codegen.smoke import smoke
+from tilewright.runtime import store
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.schedules.catalog import all_workloads
 from tilewright.schedules.paged_attention import reference
 from tilewright.schedules.workload import Workload
 
+LOAD = store.load  # the fixtures put another in its place
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 SCALES = {"k_scale": 0.5, "v_scale": 0.25}
@@ -221,6 +225,15 @@ def test_what_the_catalogue_lacks_is_said_with_its_command(modules):
     assert Workload("paged_decode", "fp16", kv_dtype="fp8_e4m3") not in all_workloads("x86-avx2")
     with pytest.raises(LookupError, match="paged_decode-fp16-kvfp8"):
         run(batch, decode=True)
+
+
+@pytest.mark.parametrize(
+    "workload", [w for w in all_workloads("x86-avx2") if w.kv_dtype or w.tree], ids=lambda w: w.name
+)
+def test_smoke_runs_of_fp8_and_tree_modules(workload):
+    """`tilewright doctor` knows their interface."""
+    root = build(workload, "x86-avx2").folder.parent.parent
+    assert smoke(LOAD(workload, "x86-avx2", root=root)) <= 1
 
 
 def test_poisoned_pools_hold_nan():
