@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import tilewright
 from tilewright.codegen.cuda_toolchain import compiler_version
-from tilewright.runtime import bound_call, cuda_launcher, launcher
+from tilewright.runtime import cuda_launcher, launcher
 from tilewright.runtime.errors import BuildError, Error
 from tilewright.runtime.manifest import (
     LAUNCHER,
@@ -247,12 +247,12 @@ def build_launcher(target: str, root: Path | None = None, *, force: bool = False
 
     where = get_target(target)
     folder = (default_root() if root is None else Path(root)) / target / LAUNCHER
-    code = cuda_launcher.SOURCE if where.device == "cuda" else launcher.SOURCE
+    code, *included = cuda_launcher.SOURCES if where.device == "cuda" else launcher.SOURCES
     mark = _digest(
         {
             "schema": SCHEMA,
             "revision": DEFINITION_REVISION,
-            "source": hashlib.sha256(b"".join(path.read_bytes() for path in (code, bound_call.HEADER))).hexdigest(),
+            "source": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (code, *included)],
             "compiler": source_digest(f"{__package__}.compile"),
         }
     )

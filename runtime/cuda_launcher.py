@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.runtime.bound_call import Binder
+from tilewright.runtime.bound_call import HEADER, Binder
 from tilewright.runtime.errors import IncompatibleModuleError
 from tilewright.runtime.launcher import address_of, open_module
 from tilewright.runtime.manifest import KernelEntry
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tvm_ffi
 
 SOURCE = Path(__file__).with_name("cuda_launcher.c")
+SOURCES = (SOURCE, HEADER, SOURCE.with_name("gpu_plan.h"))
 DRIVER = "libcuda.so.1"
 # The module's pointer -> the launcher's function.
 _POINTERS = {

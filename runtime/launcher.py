@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.runtime.bound_call import Binder
+from tilewright.runtime.bound_call import HEADER, Binder
 from tilewright.runtime.errors import IncompatibleModuleError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LIBRARY_NAME = "liblauncher.so"
 SOURCE = Path(__file__).with_name("launcher.c")
+SOURCES = (SOURCE, HEADER)
 
 # The module's pointer -> the launcher's function. A module has those that its code needs, possibly none.
 _POINTERS = {
