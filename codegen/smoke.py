@@ -83,7 +83,8 @@ def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> li
     q = torch.randn(tokens, group * heads, dim, generator=generator).to(dtype)
     k = torch.randn(slots, heads, dim, generator=generator).to(dtype)
     v = torch.randn(slots, heads, dim_vo, generator=generator).to(dtype)
-    pools, scales = (k, v), ()
+    pools: tuple[torch.Tensor, ...] = (k, v)
+    scales: tuple[float, ...] = ()
     if module.workload.kv_dtype is not None:
         scales = (0.5, 0.25)
         codes = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in zip((k, v), scales, strict=True)]

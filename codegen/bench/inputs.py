@@ -207,7 +207,7 @@ class PagedCase:
             self._v_buffer = self._k_buffer[..., :dim_v]
         else:
             self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
-        self._scales = (0.75, 0.5) if workload.kv_dtype else ()
+        self._scales: tuple[float, ...] = (0.75, 0.5) if workload.kv_dtype else ()
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
@@ -248,7 +248,7 @@ class PagedCase:
             self._ask_oracle()
         self.flops = 2.0 * pairs * heads * (dim + dim_v)
         row = dim if latent else dim + dim_v
-        pools = self._k_buffer, self._v_buffer
+        pools: tuple[torch.Tensor, ...] = (self._k_buffer, self._v_buffer)
         if self._scales:
             codes = (_codes(pool, scale) for pool, scale in zip(pools, self._scales, strict=True))
             pools = tuple(code.view(torch.uint8) for code in codes)

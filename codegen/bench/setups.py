@@ -113,7 +113,8 @@ class Roots:
         self._set_path(os.pathsep.join(filter(None, (str(self._untuned), self._given))) if untuned else self._given)
         kernel.cache_clear()
         for item in needed(workload):
-            kernel(item.operator, item.dtype, item.group, item.head_dim_qk, item.head_dim_vo, CPU)
+            sizes = (item.group, item.head_dim_qk, item.head_dim_vo)
+            kernel(item.operator, item.dtype, *sizes, CPU, item.kv_dtype, item.tree)
 
 
 def copies(data: int, cold: int) -> int:

@@ -123,6 +123,7 @@ def choose_target(workload: Workload, name: str) -> str:
                 f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"
             )
         return name
+
     def kind(workload: Workload) -> tuple[object, ...]:
         return workload.operator, workload.dtype, workload.kv_dtype, workload.tree
 

@@ -89,7 +89,8 @@ def finish(func: tirx.PrimFunc, shape: PagedShape, lanes: int) -> tirx.PrimFunc:
         per_line = lowering.CACHE_LINE // DataType(buffer.dtype).itemsize
         columns = range(0, int(buffer.shape[-1]), per_line)
         lines = [lowering.prefetch_line(buffer, [row, h, tirx.const(x, "int64")]) for x in columns]
+        asked = tirx.SeqStmt(lines) if len(lines) > 1 else lines[0]
         zero = tirx.const(0, "int64")
-        return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, tirx.SeqStmt(lines))
+        return tirx.For(t, zero, tirx.const(keys, "int64"), tirx.ForKind.UNROLLED, asked)
 
     return lowering.trip_counts(lowering.prefetches(func, hint), count, exact=("chunks",))

@@ -24,6 +24,22 @@ def test_the_two_references_agree(operator, tmp_path):
             )
 
 
+@pytest.mark.parametrize("operator", ["paged_decode", "paged_extend"])
+def test_pools_of_codes_hold_the_numbers_of_the_references(operator, tmp_path):
+    """What the kernel is given, times the scales, is what the expected results were computed from."""
+    workload = Workload(operator, "bf16", 2, 16, 16, "fp8_e4m3")
+    for lengths in inputs.VERIFIED[operator]:
+        oracle, dense = (inputs._case(workload, TARGET, tmp_path, lengths, 3, oracle=slow) for slow in (True, False))
+        torch.testing.assert_close(oracle._expected, dense._expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+        for code, scale, numbers in zip(
+            dense._pools[0], dense._scales, (dense._k_buffer, dense._v_buffer), strict=True
+        ):
+            assert code.dtype == torch.uint8 and scale != 1
+            torch.testing.assert_close(
+                code.view(torch.float8_e4m3fn).double() * scale, numbers.double(), rtol=0, atol=0, equal_nan=True
+            )
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("operator", inputs.OPERATORS)
 def test_the_inputs_know_right_from_wrong(operator, dtype, tmp_path):
@@ -39,3 +55,8 @@ def test_the_inputs_know_right_from_wrong(operator, dtype, tmp_path):
         assert case.error() <= 1
         case._out[-1, 0, 3] += 0.25
         assert case.error() > 1
+
+
+def test_trees_are_not_searched():
+    with pytest.raises(ValueError, match="paged_extend-bf16-g4-d128-tree: there is nothing to search"):
+        inputs.check_operator(Workload("paged_extend", "bf16", 4, 128, 128, tree=True))

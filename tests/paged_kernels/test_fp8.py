@@ -11,11 +11,15 @@ from layouts import EDGES, INDEXES, strided
 from paged_calls import check, run, same_bits
 from paged_sizes import GENERAL, SPECIAL, Size, decode_batch, paged_batch
 
+from tilewright.codegen.build import build
+from tilewright.codegen.smoke import smoke
+from tilewright.runtime import store
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.schedules.catalog import all_workloads
 from tilewright.schedules.paged_attention import reference
 from tilewright.schedules.workload import Workload
 
+LOAD = store.load  # the fixtures put another in its place
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 SCALES = {"k_scale": 0.5, "v_scale": 0.25}
@@ -60,23 +64,23 @@ def attend(decode, q, k_buffer, v_buffer, **options):
 def test_every_code(device, modules, flush_denormals, decode):
     """All 256 codes as values and as keys, subnormal ones too: of one key, out is the value and lse the score."""
     values = torch.tensor(reference.e4m3_values())
-    for dim, general in ((128, False), (128, True), (64, True)):
+    special = [(128, 4, False)]
+    for dim, group, general in special if device.type == "cuda" else [*special, (128, 4, True), (64, 1, True)]:
         modules.use(general=general)
-        for group in (4, 1):  # the specialised modules serve four heads
-            v_buffer = all_codes(256 // dim, 1, dim)
-            q = torch.ones(len(v_buffer), group, dim, dtype=BF16)
-            keys = torch.zeros(len(v_buffer), 1, dim, dtype=BF16).to(E4M3)
-            out, _ = attend(decode, q, keys, v_buffer, v_scale=0.5)
-            wanted = (values / 2).to(BF16).view(-1, 1, dim).expand(out.shape)
-            assert torch.equal(out.cpu().nan_to_num(7), wanted.nan_to_num(7))
-            # Each code in another column of its key.
-            keys = torch.zeros(256, 1, dim, dtype=BF16)
-            keys[torch.arange(256), 0, torch.arange(256) % dim] = all_codes(256).to(BF16)
-            q = torch.ones(256, group, dim, dtype=BF16)
-            zeros = torch.zeros(256, 1, dim, dtype=BF16).to(E4M3)
-            _, lse = attend(decode, q, keys.to(E4M3), zeros, sm_scale=1.0, k_scale=0.5)
-            wanted = (values / 2).float()[:, None].expand(lse.shape)
-            torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+        v_buffer = all_codes(256 // dim, 1, dim)
+        q = torch.ones(len(v_buffer), group, dim, dtype=BF16)
+        keys = torch.zeros(len(v_buffer), 1, dim, dtype=BF16).to(E4M3)
+        out, _ = attend(decode, q, keys, v_buffer, v_scale=0.5)
+        wanted = (values / 2).to(BF16).view(-1, 1, dim).expand(out.shape)
+        assert torch.equal(out.cpu().nan_to_num(7), wanted.nan_to_num(7))
+        # Each code in another column of its key.
+        keys = torch.zeros(256, 1, dim, dtype=BF16)
+        keys[torch.arange(256), 0, torch.arange(256) % dim] = all_codes(256).to(BF16)
+        q = torch.ones(256, group, dim, dtype=BF16)
+        zeros = torch.zeros(256, 1, dim, dtype=BF16).to(E4M3)
+        _, lse = attend(decode, q, keys.to(E4M3), zeros, sm_scale=1.0, k_scale=0.5)
+        wanted = (values / 2).float()[:, None].expand(lse.shape)
+        torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -221,6 +225,15 @@ def test_what_the_catalogue_lacks_is_said_with_its_command(modules):
     assert Workload("paged_decode", "fp16", kv_dtype="fp8_e4m3") not in all_workloads("x86-avx2")
     with pytest.raises(LookupError, match="paged_decode-fp16-kvfp8"):
         run(batch, decode=True)
+
+
+@pytest.mark.parametrize(
+    "workload", [w for w in all_workloads("x86-avx2") if w.kv_dtype or w.tree], ids=lambda w: w.name
+)
+def test_smoke_runs_of_fp8_and_tree_modules(workload):
+    """`tilewright doctor` knows their interface."""
+    root = build(workload, "x86-avx2").folder.parent.parent
+    assert smoke(LOAD(workload, "x86-avx2", root=root)) <= 1
 
 
 def test_poisoned_pools_hold_nan():
