@@ -148,8 +148,11 @@ def _load_runtime() -> None:
         ctypes.CDLL(_DRIVER, ctypes.RTLD_GLOBAL)
     except OSError:
         _load_stub_driver()
-    for name in _LIBRARIES:
-        ctypes.CDLL(str(toolkit().libraries / name), ctypes.RTLD_GLOBAL)
+    folder = toolkit().libraries
+    # The compiler looks for its builtins by name alone, when it compiles.
+    builtins = [path.name for path in folder.glob("libnvrtc-builtins.so.13.*")]
+    for name in (*builtins, *_LIBRARIES):
+        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
     library = next(path / "libtvm_runtime_cuda.so" for path in package_lib_paths() if path.is_dir())
     try:
         _LOADED_LIBS["tvm_runtime_cuda"] = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
