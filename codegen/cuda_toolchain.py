@@ -1,6 +1,8 @@
 """NVIDIA's compiler and disassemblers: from PyPI (the `cuda` extra), or those of a toolkit that is installed.
 
-The building machine needs no GPU and no driver. TVM compiles CUDA source to machine code only in a process that has its CUDA runtime loaded, which wants a driver
+The building machine needs no GPU and no driver.
+
+TVM compiles CUDA source to machine code only in a process that has its CUDA runtime loaded, which wants a driver
 library, and looks for headers where a toolkit would have them. Both are hidden here.
 """
 

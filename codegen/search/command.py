@@ -27,8 +27,9 @@ MOST_BUILDERS = 16  # 0.4 GB each, and a batch has no more candidates
 @click.command(name="tune")
 @click.argument("workloads", nargs=-1, metavar="[WORKLOAD]...")
 @click.option(
-    "--target", default="auto", show_default=True, metavar="NAME", help="Target, or auto: the best this CPU runs."
-)
+    "--target", default="auto", show_default=True, metavar="NAME",
+    help="Target, a GPU's too (cuda-sm90a), or auto: the best this CPU runs.",
+)  # fmt: skip
 @click.option(
     "--trials", default=DEFAULT_TRIALS, show_default=True, type=click.IntRange(1),
     help="Candidates a workload, those of a resumed search included.",
@@ -51,11 +52,12 @@ def command(
 ) -> None:
     """Search for the fastest schedules of WORKLOADs on this machine.
 
-    Without a WORKLOAD: the preset that `make tune` tunes. A workload's name says what it computes, e.g.
-    paged_decode-bf16-g4-d128; `tilewright list` shows those of the catalogue, and any of the same form may be given.
+    Without a WORKLOAD: the preset that `make tune` tunes, as far as the target has such kernels. A workload's name says
+    what it computes, e.g. paged_decode-bf16-g4-d128; `tilewright list` shows those of the catalogue, and any of the
+    same form may be given.
     """
     try:
-        chosen = [Workload.parse(name) for name in workloads] or list(TUNE_PRESET)
+        chosen = [Workload.parse(name) for name in workloads] or _preset(target)
     except WorkloadError as error:
         raise click.UsageError(str(error)) from error
     targets = [choose_target(workload, target) for workload in chosen]
@@ -105,6 +107,10 @@ def command(
         sys.exit(1)
 
 
+def _preset(target: str) -> list[Workload]:
+    return [workload for workload in TUNE_PRESET if target not in TARGETS or workload in all_workloads(target)]
+
+
 def choose_target(workload: Workload, name: str) -> str:
     """The target called `name`; for "auto" the best one that this CPU runs and that has such kernels.
 
@@ -118,6 +124,8 @@ def choose_target(workload: Workload, name: str) -> str:
         if name not in TARGETS:
             raise click.UsageError(f"--target: got {name!r}, expected auto or one of {', '.join(TARGETS)}")
         missing = missing_features(TARGETS[name].features)
+        if missing and TARGETS[name].device == "cuda":
+            raise click.ClickException(f"{name}: cannot be measured here, torch sees no GPU that runs its code")
         if missing:
             raise click.ClickException(
                 f"{name}: cannot be measured here, this CPU has no {', '.join(missing)}; use --target auto"

@@ -1,6 +1,7 @@
 """Measures candidates in a worker process that loads them as a server would: the runtime, the launcher, no TVM.
 
-A result is checked before it is timed. One process at a time measures, with nothing else of ours running.
+A result is checked before it is timed. One process at a time measures, with nothing else of ours running. Calls on a
+GPU are timed as replays of a graph of them, between two of the device's own time stamps.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from tilewright.codegen import records, roofline
 from tilewright.codegen.bench.inputs import Case
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.worker import Outcome, Pool
+from tilewright.schedules.targets import get_target
 
 # One trial: samples of at least SAMPLE_SECONDS each, at least MIN_SAMPLES, until MEASURE_SECONDS or MAX_SAMPLES.
 SAMPLE_SECONDS = 1e-3
@@ -44,12 +49,33 @@ class Runner:
         self._seconds = seconds
         self._pool = Pool(1, _import_runtime, log, {}, interrupted)
         self._prepared: tuple[Problem, Path] | None = None
+        self._machine: dict[str, tuple[records.Environment, roofline.Limits | str]] = {}
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *details: object) -> None:
         self._pool.__exit__(*details)
+
+    def environment(self, target: str) -> records.Environment:
+        """Of the machine that measures."""
+        return self._described(target)[0]
+
+    def limits(self, target: str) -> roofline.Limits:
+        """What the machine that measures reaches with the target's instructions; measured once.
+
+        Raises:
+            roofline.RooflineError: they could not be measured.
+        """
+        limits = self._described(target)[1]
+        if isinstance(limits, str):
+            raise roofline.RooflineError(limits)
+        return limits
+
+    def _described(self, target: str) -> tuple[records.Environment, roofline.Limits | str]:
+        if target not in self._machine:
+            self._machine[target] = self._value(self._one(_describe, (target,), PREPARE_SECONDS))
+        return self._machine[target]
 
     def work(self, problem: Problem, shared: Path) -> tuple[float, float]:
         """Flops and bytes of one call of the measured case (which this prepares)."""
@@ -61,9 +87,6 @@ class Runner:
         """Check and time one candidate; the outcome's value is its undisturbed microseconds."""
         self._prepare(problem, shared)
         outcome = self._one(_measure, (problem, shared, contestant, best_us), self._seconds)
-        if outcome.reason == WrongResultError.reason:
-            self._pool.restart()  # it may have written anywhere
-            self._prepared = None
         return outcome
 
     def compare(
@@ -90,7 +113,9 @@ class Runner:
 
     def _one(self, function: Callable[..., object], task: tuple[object, ...], seconds: float) -> Outcome:
         outcome = next(outcome for _, outcome in self._pool.map(function, [task], seconds))
-        if outcome.reason in ("crashed", "timed out"):
+        if outcome.reason:
+            if outcome.reason not in ("crashed", "timed out"):  # after those it has restarted
+                self._pool.restart()  # a candidate may have written anywhere, or broken a GPU's context
             self._prepared = None
         return outcome
 
@@ -102,6 +127,18 @@ class Runner:
 
 def _import_runtime() -> None:
     import torch  # noqa: F401
+
+
+def _describe(target: str) -> tuple[records.Environment, roofline.Limits | str]:
+    environment = records.current_environment()
+    if get_target(target).device == "cuda":
+        from tilewright.codegen.bench.gpu_protocol import gpu_name
+
+        environment = msgspec.structs.replace(environment, gpu=gpu_name())
+    try:
+        return environment, roofline.measure(target)
+    except roofline.RooflineError as error:
+        return environment, str(error)
 
 
 @functools.lru_cache(maxsize=1)
@@ -128,11 +165,20 @@ def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], 
     return call, first, error
 
 
-def _sample(call: Callable[[], object], number: int) -> float:
-    started = time.perf_counter()
-    for _ in range(number):
-        call()
-    return (time.perf_counter() - started) / number
+def _clock(device: str, call: Callable[[], object], number: int) -> Callable[[], float]:
+    """A function that makes `number` calls and returns the seconds of one."""
+    if device == "cuda":
+        from tilewright.codegen.bench.gpu_protocol import replayed
+
+        return replayed(call, number)
+
+    def sample() -> float:
+        started = time.perf_counter()
+        for _ in range(number):
+            call()
+        return (time.perf_counter() - started) / number
+
+    return sample
 
 
 def _undisturbed(samples: list[float]) -> float:
@@ -145,15 +191,17 @@ def _undisturbed(samples: list[float]) -> float:
 
 
 def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> float:
-    call, _, _ = _checked(_measured(problem, shared), contestant)
-    warm = _sample(call, 1)
+    case = _measured(problem, shared)
+    call, _, _ = _checked(case, contestant)
+    warm = _clock(case.device, call, 1)()
     if warm * 1e6 > HOPELESS * best_us:
         return warm * 1e6
     number = max(1, math.ceil(SAMPLE_SECONDS / warm))
+    sample = _clock(case.device, call, number)
     samples = [warm] if number == 1 else []
     end = time.perf_counter() + MEASURE_SECONDS
     while len(samples) < MIN_SAMPLES or (time.perf_counter() < end and len(samples) < MAX_SAMPLES):
-        samples.append(_sample(call, number))
+        samples.append(sample())
     return _undisturbed(samples) * 1e6
 
 
@@ -162,7 +210,8 @@ def _compare(
 ) -> tuple[list[float], float]:
     case = _measured(problem, shared)
     calls = [_checked(case, contestant)[0] for contestant in contestants]
-    numbers = [max(1, math.ceil(SAMPLE_SECONDS / _sample(call, 1))) for call in calls]
+    numbers = [max(1, math.ceil(SAMPLE_SECONDS / _clock(case.device, call, 1)())) for call in calls]
+    clocks = [_clock(case.device, call, number) for call, number in zip(calls, numbers, strict=True)]
     samples: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     turn = 0
@@ -170,7 +219,7 @@ def _compare(
         # Forward and backward in turn: nobody always follows the same neighbour.
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            samples[index].append(_sample(calls[index], numbers[index]))
+            samples[index].append(clocks[index]())
         turn += 1
     spread = max(statistics.median(values) / _undisturbed(values) for values in samples)
     return [_undisturbed(values) * 1e6 for values in samples], spread

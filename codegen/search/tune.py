@@ -136,7 +136,7 @@ class _Search:
         started = time.monotonic()
         self.folder, self.shared = folder, folder / "shared"
         self.space = problem.space()
-        self.environment = records.current_environment()
+        self.environment = self.runner.environment(problem.target)
         self.old = self._old_record()
         self.trials = Trials(self.folder, self._identity(), options.resume)
         if self.trials.note:
@@ -149,7 +149,7 @@ class _Search:
         self.flops, self.bytes = self.runner.work(problem, self.shared)
         self.limit_us = None
         try:
-            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
+            self.limit_us = self.runner.limits(problem.target).seconds(self.flops, self.bytes) * 1e6
         except roofline.RooflineError as error:
             self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
@@ -176,13 +176,14 @@ class _Search:
     # ---- the trials
 
     def _identity(self) -> dict[str, object]:
+        found = self.environment
+        machine = {"gpu": found.gpu} if found.gpu else {"cpu": found.cpu, "cores": found.cores}
         return {
             "schema": 1,
             "key": self.problem.key,
             "target": self.problem.target,
             "code": self.problem.fingerprint(),
-            "cpu": self.environment.cpu,
-            "cores": self.environment.cores,
+            **machine,
         }
 
     def _recorded(self) -> list[dict[str, int]]:
@@ -228,7 +229,7 @@ class _Search:
         built = []
         for index, outcome in self.builder.build(self.problem, candidates, self.shared, self.folder, enough):
             if outcome.reason:
-                reason = outcome.reason if outcome.reason in ("crashed", "timed out") else "failed"
+                reason = outcome.reason if outcome.reason in ("crashed", "timed out", "refused") else "failed"
                 self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
             else:
                 built.append(index)

@@ -221,13 +221,14 @@ def test_a_default_that_fails_is_an_error_of_its_workload(tmp_path, workers):
 
 
 def test_a_target_whose_peak_is_unknown_is_still_searched(again, workers, monkeypatch):
-    monkeypatch.delitem(roofline.FLAGS, TARGET)
-    roofline.measure.cache_clear()
+    def unknown(self, target):
+        raise roofline.RooflineError(f"{target}: its peak cannot be measured")
+
+    monkeypatch.setattr(Runner, "limits", unknown)
     result, text = run(again, ToyProblem(faulty=True), workers, seconds=4.0)
     assert result.record.roofline_percent is None
     assert "peak cannot be measured" in text
     assert "- % of roofline" in text
-    roofline.measure.cache_clear()
 
 
 def test_two_searches_do_not_share_a_folder(tmp_path, workers):
