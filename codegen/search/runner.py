@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,7 @@ from tilewright.codegen import records, roofline
 from tilewright.codegen.bench.inputs import Case
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.worker import Outcome, Pool
+from tilewright.runtime import features
 from tilewright.schedules.targets import get_target
 
 # One trial: samples of at least SAMPLE_SECONDS each, at least MIN_SAMPLES, until MEASURE_SECONDS or MAX_SAMPLES.
@@ -28,6 +29,9 @@ MEASURE_SECONDS = 0.25
 MIN_SAMPLES, MAX_SAMPLES = 5, 60
 PREPARE_SECONDS = 180.0  # for inputs and float64 references
 HOPELESS = 4.0  # times the best: such a candidate is not worth more than one sample
+
+if TYPE_CHECKING:
+    from tilewright.codegen.search.remote import Address, Remote
 
 Contestant = tuple[Path, dict[str, int]]
 
@@ -43,11 +47,23 @@ class Runner:
 
     Args:
         seconds: a candidate that takes longer to check and time is killed.
+        address: of the tracker that knows the machine which measures; None: this one.
+
+    Raises:
+        WorkerError: no such tracker.
     """
 
-    def __init__(self, seconds: float, log: Path, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self, seconds: float, log: Path, interrupted: Callable[[], bool], address: Address | None = None
+    ) -> None:
         self._seconds = seconds
-        self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+        self._pool: Pool | Remote
+        if address is None:
+            self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+        else:
+            from tilewright.codegen.search.remote import Remote
+
+            self._pool = Remote(address, _import_runtime, interrupted)
         self._prepared: tuple[Problem, Path] | None = None
         self._machine: dict[str, tuple[records.Environment, roofline.Limits | str]] = {}
 
@@ -130,6 +146,9 @@ def _import_runtime() -> None:
 
 
 def _describe(target: str) -> tuple[records.Environment, roofline.Limits | str]:
+    missing = features.missing_features(get_target(target).features)
+    if missing:
+        raise RuntimeError(f"{target}: cannot be measured on this machine, it does not run {', '.join(missing)}")
     environment = records.current_environment()
     if get_target(target).device == "cuda":
         from tilewright.codegen.bench.gpu_protocol import gpu_name

@@ -15,6 +15,7 @@ from tilewright.codegen import records, roofline
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.progress import Progress, Row
+from tilewright.codegen.search.remote import Address
 from tilewright.codegen.search.runner import Runner
 from tilewright.codegen.search.stop import Stop
 from tilewright.codegen.search.trials import Trial, Trials
@@ -44,6 +45,7 @@ class Options:
         records: root of tuning_logs. work: root of the working logs and candidates, may be deleted between runs.
         build_seconds, run_seconds: a candidate that takes longer is killed.
         builders: processes that build.
+        measure_at: the tracker of the machine that measures; None: this machine.
     """
 
     trials: int
@@ -55,6 +57,7 @@ class Options:
     build_seconds: float = 120.0
     run_seconds: float = 30.0
     builders: int = 1
+    measure_at: Address | None = None
 
 
 def tune(
@@ -73,7 +76,7 @@ def tune(
     with (
         stop.on_signals(),
         Builder(options.builders, options.build_seconds, log, stop) as builder,
-        Runner(options.run_seconds, log, stop) as runner,
+        Runner(options.run_seconds, log, stop, options.measure_at) as runner,
     ):
         return tune_with(builder, runner, problems, options, progress, rows, stop)
 
