@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import socket
 import tarfile
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from tilewright.codegen.search.worker import POLL_SECONDS, START_SECONDS, Interr
 
 _FUNCTION = "tilewright.search.measure"
 _NETWORK_SECONDS = 60.0  # for a message and its answer, beside what is done in between
+_CONNECT_SECONDS = 10.0
 FIRST_PORT, LAST_PORT = 9090, 9199
 
 
@@ -162,6 +164,7 @@ class Remote:
 
 
 def _connect(address: Address) -> Callable[[bytes], Any]:
+    socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()  # TVM would try for a minute
     from tvm import rpc
 
     session = rpc.connect_tracker(address.host, address.port).request(address.key)
