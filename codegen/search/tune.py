@@ -21,6 +21,7 @@ from tilewright.codegen.search.stop import Stop
 from tilewright.codegen.search.trials import Trial, Trials
 from tilewright.codegen.search.verdict import Finals, Result, decide
 from tilewright.codegen.search.worker import Interrupted, WorkerError
+from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import DEFINITION_REVISION
 
 BATCH = 16  # candidates between two rounds of learning
@@ -224,36 +225,44 @@ class _Search:
         return max(count, 1)
 
     def _measure(self, candidates: Sequence[dict[str, int]], at_any_cost: bool = False) -> list[Trial]:
-        """Build the candidates in parallel, then measure them one by one with nothing else running."""
+        """Build the candidates in parallel and measure them one by one.
+
+        On this machine's CPU nothing else runs meanwhile; a GPU or another machine does not feel what still builds.
+        """
         if not candidates:
             return []
         started, before = time.monotonic(), len(self.trials.done)
         enough = (lambda: False) if at_any_cost else (lambda: time.monotonic() >= self.search_until)
+        apart = get_target(self.problem.target).device == "cuda" or self.options.measure_at is not None
         built = []
         for index, outcome in self.builder.build(self.problem, candidates, self.shared, self.folder, enough):
             if outcome.reason:
                 reason = outcome.reason if outcome.reason in ("crashed", "timed out", "refused") else "failed"
                 self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
-            else:
+            elif not apart:
                 built.append(index)
+            elif not enough():
+                self._time(candidates[index])
         self.builder.settle()  # one that crashed has started anew
         for index in sorted(built):
             if enough():
                 break
-            decisions = candidates[index]
-            outcome = self.runner.measure(self.problem, self.shared, self._contestant(decisions), self.trials.best_us)
-            if outcome.reason:
-                reason = outcome.reason if outcome.reason in ("crashed", "timed out", "wrong result") else "failed"
-                detail = outcome.detail if reason != "failed" else f"{outcome.reason}: {outcome.detail}"
-                self._add(Trial(decisions, None, reason, detail))
-            else:
-                self._add(Trial(decisions, float(outcome.value)))
+            self._time(candidates[index])
         self._forget_losers()
         new = self.trials.done[before:]
         if new:
             self._batch_seconds.append((time.monotonic() - started) / len(new))
             self.row.seconds_per_trial = statistics.median(self._batch_seconds[-3:])
         return new
+
+    def _time(self, decisions: dict[str, int]) -> None:
+        outcome = self.runner.measure(self.problem, self.shared, self._contestant(decisions), self.trials.best_us)
+        if outcome.reason:
+            reason = outcome.reason if outcome.reason in ("crashed", "timed out", "wrong result") else "failed"
+            detail = outcome.detail if reason != "failed" else f"{outcome.reason}: {outcome.detail}"
+            self._add(Trial(decisions, None, reason, detail))
+        else:
+            self._add(Trial(decisions, float(outcome.value)))
 
     def _contestant(self, decisions: dict[str, int]) -> tuple[Path, dict[str, int]]:
         return root_of(self.folder, decisions), self.space.plan(decisions)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from search_gpu_toy import FAILURES, GpuToy
 from search_runs import Recorder
 
 from tilewright.codegen import cli, cuda_toolchain, records, roofline
@@ -13,6 +14,7 @@ from tilewright.codegen.search import command, problem, space
 from tilewright.codegen.search.builder import root_of
 from tilewright.codegen.search.problem import RefusedError, WorkloadProblem
 from tilewright.codegen.search.progress import Row
+from tilewright.codegen.search.runner import Runner
 from tilewright.codegen.search.stop import Stop
 from tilewright.codegen.search.tune import Options, tune_with
 from tilewright.codegen.search.worker import Outcome
@@ -27,7 +29,8 @@ DECODE, EXTEND = (Workload.parse(f"paged_{name}-bf16-g4-d128") for name in ("dec
 class NoBuilder:
     """Leaves a note of the decisions in the place of a module; a seventh of the candidates spills."""
 
-    def __init__(self):
+    def __init__(self, spills=True):
+        self.spills = spills
         self.built = []
         self.spilt = 0
 
@@ -40,7 +43,7 @@ class NoBuilder:
     def build(self, problem, candidates, shared, folder, enough):
         for index, decisions in enumerate(candidates):
             self.built.append(dict(decisions))
-            if sum(decisions.values()) % 7 == 0 and decisions != problem.space().default:
+            if self.spills and sum(decisions.values()) % 7 == 0 and decisions != problem.space().default:
                 self.spilt += 1
                 yield index, Outcome(reason="refused", detail="8 bytes of local memory a thread")
                 continue
@@ -166,11 +169,32 @@ def test_the_preset_has_what_the_target_has():
     assert len(command._preset("auto")) == 4
 
 
+def _gpus_target():
+    return TARGET if torch.cuda.get_device_capability() == (9, 0) else "cuda-sm80"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_what_breaks_the_context_or_hangs_costs_a_worker_and_not_the_search(tmp_path):
+    toy = GpuToy(_gpus_target())
+    options = Options(
+        trials=20, seconds=90.0, seed=3, resume=True, records=tmp_path / "records", work=tmp_path / "work"
+    )
+    rows = [Row(toy.name, options.trials)]
+    display = Recorder(rows)
+    with Runner(8.0, tmp_path / "log", lambda: False) as runner:
+        (result,) = tune_with(NoBuilder(spills=False), runner, [toy], options, display, rows, Stop())
+    assert not result.error, display.text.getvalue()
+    assert result.record.trials == 6 and result.record.failures == FAILURES
+    assert result.record.decisions["times"] == 3
+    assert result.record.us < result.record.default.us / 2
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @needs_compiler
 def test_a_search_on_a_gpu(tmp_path):
-    target = TARGET if torch.cuda.get_device_capability() == (9, 0) else "cuda-sm80"
+    target = _gpus_target()
     outcome = CliRunner().invoke(
         cli.main,
         ["tune", DECODE.name, "--target", target, "--trials", "4", "--seconds", "60",
