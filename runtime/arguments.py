@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,14 @@ from tilewright.runtime.overlap import overlap, overlaps_itself
 from tilewright.runtime.planner import OFF
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
-FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
-_FP8_LATER = "fp8 KV caches are not served yet; their home is a kv dtype of the workload (schedules/workload.py)"
+E4M3 = torch.float8_e4m3fn
+KV_DTYPE = "fp8_e4m3"
+"""The workload's kv_dtype of pools of E4M3."""
+_NO_POOLS = tuple(
+    getattr(torch, name)
+    for name in ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
 
 
 def dtype_name(tensor: Tensor, name: str = "q") -> str:
@@ -56,14 +61,15 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     """Shape, dtype and device of a tensor.
 
     Raises:
-        TypeError: not a tensor, not a dense one, or another dtype. NotImplementedError: fp8.
+        TypeError: not a tensor, not a dense one, or another dtype. NotImplementedError: a small float that no kernel
+            reads.
         ValueError: another shape or device.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.dtype is not dtype:
-        if tensor.dtype in FP8:
-            raise NotImplementedError(f"{name}: got {tensor.dtype}; {_FP8_LATER}")
+        if tensor.dtype in _NO_POOLS:
+            raise NotImplementedError(f"{name}: got {tensor.dtype}; of the small types only {E4M3} is served, in pools")
         raise TypeError(f"{name}: got {tensor.dtype}, expected {dtype}")
     if tensor.shape != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
@@ -250,19 +256,54 @@ def kernel_window(window: int) -> int:
     return min(window, OFF) or OFF
 
 
-def refuse_later_options(*, tree_mask: Any = None, k_scale: Any = None, v_scale: Any = None) -> None:
-    """Options that are part of the interface and not served yet.
+def pool_dtype(k_buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that both pools must have, for keys of `dtype`: E4M3 where the first is of it."""
+    return E4M3 if isinstance(k_buffer, Tensor) and k_buffer.dtype is E4M3 else dtype
+
+
+def pool_scale(name: str, value: float | Tensor | None) -> float:
+    """What a number of the pool stands for, as a Python float; None = 1.
 
     Raises:
-        NotImplementedError: naming the argument and where it will live.
+        TypeError: not a number. ValueError: a tensor of several, or on a device, which only waiting for it could read.
     """
-    if tree_mask is not None:
-        raise NotImplementedError(
-            "tree_mask: not served yet; it will be an operand of paged_extend for speculative verification"
-        )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and not (isinstance(scale, (int, float)) and scale == 1):
-            raise NotImplementedError(f"{name}: got {scale!r}; {_FP8_LATER}")
+    if value is None:
+        return 1.0
+    if isinstance(value, Tensor):
+        if not value.is_cpu:
+            raise ValueError(
+                f"{name}: got a tensor on {value.device}, expected a Python float (SGLang's layers have {name}_float): "
+                "reading it would wait for the device"
+            )
+        if value.numel() != 1:
+            raise ValueError(f"{name}: got shape {list(value.shape)}, expected one number")
+        value = value.item()
+    return real(name, value, -math.inf, math.inf)
+
+
+def expect_scales(k_buffer: Tensor, k_scale: float, v_scale: float) -> None:
+    """Only fp8 pools have scales, and those are positive numbers.
+
+    Raises:
+        ValueError: out of bounds; another pool, and a scale other than 1.
+    """
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        real(name, value, 1e-15, 1e15)
+        if value != 1 and k_buffer.dtype is not E4M3:
+            raise ValueError(f"{name}: got {value} with a pool of {k_buffer.dtype}, expected None or 1; {E4M3} has one")
+
+
+def expect_mask(name: str, mask: Tensor, device: torch.device) -> None:
+    """A mask's type and device; its size is the plan's to check.
+
+    Raises:
+        TypeError: not a dense tensor, or of another dtype. ValueError: another device.
+    """
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name}: got {type(mask).__name__}, expected a torch.Tensor")
+    if mask.dtype is not torch.bool and mask.dtype is not torch.uint8:
+        raise TypeError(f"{name}: got {mask.dtype}, expected torch.bool or torch.uint8")
+    expect(name, mask, tuple(mask.shape), mask.dtype, device)
 
 
 def pages(page_size: int) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.runtime.forward_batch import ForwardMode, served_mode
+from tilewright.runtime.arguments import E4M3
+from tilewright.runtime.forward_batch import ForwardMode, layer_scales, served_mode
 from tilewright.runtime.paged import decode_attention, extend_attention, write_kv
 from tilewright.runtime.plan import Plan, host_lengths, plan_decode, plan_extend
 from tilewright.runtime.plan_buffers import PlanBuffers
@@ -43,6 +44,7 @@ class AttentionBackend:
     folds_encoder_swa_replay = False
     dllm_attention: Any = None
     verify_mask: Any = None
+    _verifies = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare one forward pass."""
@@ -84,7 +86,7 @@ class AttentionBackend:
         Raises:
             NotImplementedError: a mode that is not served; the message names it.
         """
-        mode = served_mode(forward_batch.forward_mode)
+        mode = served_mode(forward_batch.forward_mode, verify=self._verifies)
         if mode.is_idle():
             return q.new_empty((q.shape[0], layer.tp_q_head_num * layer.v_head_dim))
         run = self.forward_decode if mode.is_decode() else self.forward_extend
@@ -121,7 +123,8 @@ class AttentionBackend:
 class PagedMetadata:
     """One forward pass: the lengths on the host, and the plans that its layers share (made by the first that asks).
 
-    graph: the pass is captured, and these plans serve every replay of the graph.
+    graph: the pass is captured, and these plans serve every replay of the graph. seq_lens, extend_seq_lens: of a pass
+    that verifies drafts, which the batch's own do not count; tree_mask: theirs, None = chains.
     """
 
     mode: ForwardMode
@@ -131,6 +134,9 @@ class PagedMetadata:
     encoder_lens: np.ndarray | None = None
     plans: dict[tuple, Plan] = field(default_factory=dict)
     graph: bool = False
+    seq_lens: Tensor | None = None
+    extend_seq_lens: Tensor | None = None
+    tree_mask: Tensor | None = None
 
     def lens(self, cross: bool) -> np.ndarray | None:
         """Keys of each request that a layer sees."""
@@ -140,10 +146,15 @@ class PagedMetadata:
 class PagedAttentionBackend(AttentionBackend):
     """Paged softmax attention behind the upstream interface, on every target.
 
-    Serves IDLE, DECODE, EXTEND and MIXED; sliding windows, soft-cap, sinks, cross attention, encoder-only layers,
+    Serves IDLE, DECODE, EXTEND, MIXED and TARGET_VERIFY (chains and trees of drafts); pools of bf16, fp16, f32 and
+    float8_e4m3fn with the layers' scales; sliding windows, soft-cap, sinks, cross attention, encoder-only layers,
     layers that share another layer's KV (k = v = None). Follows the upstream CPU backend, with its faults mended: the
     cap applies in extend too, empty rows are zeros, windows are exact, save_kv_cache=False is honoured in decode.
+
+    With `batch_invariant` and an fp8 pool, extends read the new keys back from the pool, as later chunks will.
     """
+
+    _verifies = True
 
     def __init__(self, model_runner: Any, *, batch_invariant: bool = False) -> None:
         """Take the pools of a model runner.
@@ -184,7 +195,7 @@ class PagedAttentionBackend(AttentionBackend):
         Raises:
             NotImplementedError: capture of another mode than DECODE.
         """
-        mode = served_mode(forward_batch.forward_mode)
+        mode = served_mode(forward_batch.forward_mode, verify=self._verifies)
         known = self._graphs.get(forward_batch.batch_size) if mode.is_decode() and not in_capture else None
         metadata = self._read(forward_batch)
         if in_capture and metadata is not None:
@@ -201,13 +212,15 @@ class PagedAttentionBackend(AttentionBackend):
 
     def _read(self, forward_batch: Any) -> PagedMetadata | None:
         """The lengths of the batch, once for all layers; None: there is nothing to run."""
-        mode = served_mode(forward_batch.forward_mode)
+        mode = served_mode(forward_batch.forward_mode, verify=self._verifies)
         if mode.is_idle():
             return None
         seq_lens_cpu = getattr(forward_batch, "seq_lens_cpu", None)
         kv_lens = host_lengths("seq_lens", forward_batch.seq_lens if seq_lens_cpu is None else seq_lens_cpu)
         metadata = PagedMetadata(mode, kv_lens)
-        if not mode.is_decode():
+        if mode.is_target_verify():
+            self._read_drafts(metadata, forward_batch)
+        elif not mode.is_decode():
             metadata.q_lens = host_lengths("extend_seq_lens", forward_batch.extend_seq_lens, len(kv_lens))
             start = getattr(forward_batch, "extend_start_loc", None)
             if start is not None:
@@ -216,6 +229,22 @@ class PagedAttentionBackend(AttentionBackend):
         if encoder_lens is not None:
             metadata.encoder_lens = host_lengths("encoder_lens", encoder_lens, len(kv_lens))
         return metadata
+
+    def _read_drafts(self, metadata: PagedMetadata, forward_batch: Any) -> None:
+        """Every request has draft_token_num new tokens, which seq_lens does not count."""
+        drafts = getattr(forward_batch, "spec_info", None)
+        if drafts is None:
+            raise ValueError("spec_info: got None, expected the drafts to verify (forward_mode TARGET_VERIFY)")
+        count, batch = drafts.draft_token_num, len(metadata.kv_lens)
+        metadata.kv_lens = metadata.kv_lens + count
+        metadata.q_lens = np.full(batch, count, np.int64)
+        metadata.seq_lens = forward_batch.seq_lens + count
+        metadata.extend_seq_lens = torch.full_like(forward_batch.seq_lens, count)
+        mask = getattr(drafts, "custom_mask", None)
+        # Upstream's names of one thing, by the kind of drafts.
+        topk = getattr(drafts, "tree_topk", getattr(drafts, "topk", None))
+        if topk != 1 and mask is not None and mask.numel():
+            metadata.tree_mask = mask
 
     def _plan(self, layer: Any, *, cross: bool, causal: bool, window: int) -> Plan:
         metadata = self.forward_metadata
@@ -273,9 +302,14 @@ class PagedAttentionBackend(AttentionBackend):
         if k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
+        fp8 = k_buffer.dtype is E4M3
+        k_scale, v_scale = layer_scales(layer) if fp8 else (None, None)
+        if k is not None and v is not None:
             if save_kv_cache:
                 loc = forward_batch.encoder_out_cache_loc if cross else forward_batch.out_cache_loc
-                write_kv(k, v, k_buffer, v_buffer, loc)
+                write_kv(k, v, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale)
+                if fp8 and self.batch_invariant:
+                    k = v = None  # read back as later chunks will
         causal = not cross and str(getattr(layer.attn_type, "value", layer.attn_type)) != "encoder_only"
         window = layer.sliding_window_size + 1
         common: dict[str, Any] = {
@@ -285,20 +319,27 @@ class PagedAttentionBackend(AttentionBackend):
             "sinks": sinks,
             "kv_start": None if cross else encoder_lens,
             "kv_lens": encoder_lens if cross else None,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
             "page_size": self.page_size if encoder_lens is None else 1,
             "batch_invariant": self.batch_invariant,
         }
         plan = self._plan(layer, cross=cross, causal=causal, window=common["window"])
-        paging = (self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        metadata = self.forward_metadata
+        assert metadata is not None
+        seq_lens = forward_batch.seq_lens if metadata.seq_lens is None else metadata.seq_lens
+        paging = (self.req_to_token, forward_batch.req_pool_indices, seq_lens)
         if decode:
             out = decode_attention(q, k_buffer, v_buffer, *paging, plan=plan, **common)
         else:
             if cross:
                 k = v = None  # written above; queries see the encoder's keys only
-            start = getattr(forward_batch, "extend_start_loc", None)
+            news, start = metadata.extend_seq_lens, None
+            if news is None:
+                news, start = forward_batch.extend_seq_lens, getattr(forward_batch, "extend_start_loc", None)
             out = extend_attention(
-                q, k, v, k_buffer, v_buffer, *paging, forward_batch.extend_seq_lens, start, causal=causal, plan=plan,
-                **common,
+                q, k, v, k_buffer, v_buffer, *paging, news, start, causal=causal,
+                tree_mask=None if cross else metadata.tree_mask, plan=plan, **common,
             )  # fmt: skip
         assert isinstance(out, Tensor)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)

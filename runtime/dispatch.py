@@ -49,15 +49,17 @@ def kernel(
     head_dim_qk: int | None = None,
     head_dim_vo: int | None = None,
     device: torch.device = CPU,
+    kv_dtype: str | None = None,
+    tree: bool = False,
 ) -> Kernel:
-    """The kernel for these sizes on this device; remembered for the life of the process.
+    """The kernel for these sizes, types and options on this device; remembered for the life of the process.
 
     Raises:
         MissingModuleError: neither a specialised nor a general module is there, or only the general one and
             TILEWRIGHT_STRICT=1. GPUs have no general modules.
         NotImplementedError: no target serves the operator, the dtype or the device.
     """
-    workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo)
+    workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo, kv_dtype, tree)
     if device.type == "cuda":
         if operator.startswith("lightning"):
             raise NotImplementedError(f"{operator}: got tensors on {device}; lightning attention runs on CPUs only yet")
@@ -73,7 +75,7 @@ def kernel(
     except MissingModuleError as error:
         if head_dim_qk is None or env.STRICT.get():
             raise
-        module = store.load(Workload(operator, dtype))
+        module = store.load(Workload(operator, dtype, kv_dtype=kv_dtype, tree=tree))
         unusable = "".join(f"\nnot usable: {item}" for item in error.unusable)
     _log.warning(
         "%s has no module of its own: the general one serves it, correct but not tuned; build it with: "

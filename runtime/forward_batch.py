@@ -51,15 +51,17 @@ class ForwardMode(IntEnum):
         return self == ForwardMode.TARGET_VERIFY
 
 
-def served_mode(mode: Any) -> ForwardMode:
-    """The IDLE, DECODE, EXTEND or MIXED that `mode` (ours or upstream's) is.
+def served_mode(mode: Any, *, verify: bool = False) -> ForwardMode:
+    """The IDLE, DECODE, EXTEND or MIXED, with `verify` also TARGET_VERIFY, that `mode` (ours or upstream's) is.
 
     Raises:
         NotImplementedError: any other mode, by its name.
     """
     name = getattr(mode, "name", str(mode))
-    if name not in ("IDLE", "DECODE", "EXTEND", "MIXED"):
-        raise NotImplementedError(f"forward_mode {name}: not served yet, expected IDLE, DECODE, EXTEND or MIXED")
+    served = ["IDLE", "DECODE", "EXTEND", "MIXED", *(["TARGET_VERIFY"] if verify else [])]
+    if name not in served:
+        expected = f"{', '.join(served[:-1])} or {served[-1]}"
+        raise NotImplementedError(f"forward_mode {name}: not served yet, expected {expected}")
     return ForwardMode[name]
 
 
@@ -76,6 +78,7 @@ class AttentionLayer:
         sliding_window_size: keys before the query's own that it sees, -1 = all (one less than our `window`).
         is_cross_attention: keys are the encoder's.
         attn_type: "decoder" or "encoder_only" (no causal rule).
+        k_scale_float, v_scale_float: what the numbers of an fp8 pool stand for; None = 1.
     """
 
     layer_id: int
@@ -88,6 +91,34 @@ class AttentionLayer:
     sliding_window_size: int = -1
     is_cross_attention: bool = False
     attn_type: Any = "decoder"
+    k_scale_float: float | None = None
+    v_scale_float: float | None = None
+
+
+def layer_scales(layer: Any) -> tuple[float | None, float | None]:
+    """(k_scale, v_scale) of a layer over an fp8 pool as Python floats; None = 1.
+
+    Upstream keeps the floats beside the tensors that checkpoints have: reading those would wait for a GPU.
+    """
+    k_scale, v_scale = (
+        getattr(layer, f"{name}_float", None) or getattr(layer, name, None) for name in ("k_scale", "v_scale")
+    )
+    return k_scale, v_scale
+
+
+@dataclass
+class VerifyInput:
+    """Drafts to verify (`ForwardBatch.spec_info` in TARGET_VERIFY).
+
+    Attributes:
+        draft_token_num: new tokens of every request.
+        tree_topk: drafts that follow each one; 1 = a chain, which the causal rule serves: the mask is not looked at.
+        custom_mask: as `tree_mask` of `tilewright.extend_attention`; None = a chain.
+    """
+
+    draft_token_num: int
+    tree_topk: int = 1
+    custom_mask: Tensor | None = None
 
 
 @dataclass
@@ -98,7 +129,7 @@ class ForwardBatch:
         forward_mode: what the step does.
         batch_size: B.
         req_pool_indices: [B] rows of the request table.
-        seq_lens: [B] keys, the new tokens included.
+        seq_lens: [B] keys, the new tokens included, but for TARGET_VERIFY: without the drafts.
         out_cache_loc: [T] slots of the new tokens.
         seq_lens_cpu: seq_lens on the host where known.
         extend_seq_lens: [B] new tokens (EXTEND, MIXED).
@@ -106,6 +137,7 @@ class ForwardBatch:
         extend_start_loc: [B] first row of each request, None = packed.
         encoder_lens: [B] columns of the encoder at the front of each request's row, None = no encoder.
         encoder_out_cache_loc: slots of new encoder keys.
+        spec_info: the drafts (TARGET_VERIFY).
     """
 
     forward_mode: Any
@@ -119,3 +151,4 @@ class ForwardBatch:
     extend_start_loc: Tensor | None = None
     encoder_lens: Tensor | None = None
     encoder_out_cache_loc: Tensor | None = None
+    spec_info: Any = None

@@ -20,7 +20,7 @@ _NO_PLAN = -1
 _library = torch.library.Library("tilewright", "DEF")
 _PAGED_OPTIONS = (
     "Tensor? sinks, Tensor? kv_start, Tensor? kv_lens, Tensor(a!) out, Tensor(b!)? lse, float? sm_scale, "
-    "float logit_cap, int window, int page_size, bool batch_invariant, int plan"
+    "float logit_cap, int window, float k_scale, float v_scale, int page_size, bool batch_invariant, int plan"
 )
 
 
@@ -52,34 +52,39 @@ def _plan(handle: int) -> Plan | None:
 )
 def _decode_attention(
     q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, sinks, kv_start, kv_lens, out, lse, sm_scale,
-    logit_cap, window, page_size, batch_invariant, plan,
+    logit_cap, window, k_scale, v_scale, page_size, batch_invariant, plan,
 ):  # fmt: skip
     paged_call.run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None, sm_scale=sm_scale,
-        causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=None, kv_start=kv_start,
-        kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False, batch_invariant=batch_invariant,
-        plan=_plan(plan),
+        causal=True, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=None, write=None, kv_start=kv_start,
+        kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, lse=lse, return_lse=False,
+        batch_invariant=batch_invariant, plan=_plan(plan),
     )  # fmt: skip
 
 
 @_define(
     "extend_attention",
     "Tensor q, Tensor? k, Tensor? v, Tensor k_buffer, Tensor v_buffer, Tensor req_to_token, Tensor req_pool_indices, "
-    "Tensor seq_lens, Tensor extend_seq_lens, Tensor? extend_start_loc, bool causal, " + _PAGED_OPTIONS,
+    "Tensor seq_lens, Tensor extend_seq_lens, Tensor? extend_start_loc, Tensor? tree_mask, bool causal, "
+    + _PAGED_OPTIONS,
 )
 def _extend_attention(
-    q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, causal,
-    sinks, kv_start, kv_lens, out, lse, sm_scale, logit_cap, window, page_size, batch_invariant, plan,
+    q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, tree_mask,
+    causal, sinks, kv_start, kv_lens, out, lse, sm_scale, logit_cap, window, k_scale, v_scale, page_size,
+    batch_invariant, plan,
 ):  # fmt: skip
     paged_call.run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
-        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=None,
-        kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=lse, return_lse=False,
-        batch_invariant=batch_invariant, plan=_plan(plan),
+        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=tree_mask,
+        write=None, kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out,
+        lse=lse, return_lse=False, batch_invariant=batch_invariant, plan=_plan(plan),
     )  # fmt: skip
 
 
-_define("write_kv", "Tensor k, Tensor v, Tensor(a!) k_buffer, Tensor(b!) v_buffer, Tensor loc")(paged.write_kv)
+_define(
+    "write_kv",
+    "Tensor k, Tensor v, Tensor(a!) k_buffer, Tensor(b!) v_buffer, Tensor loc, *, float k_scale=1.0, float v_scale=1.0",
+)(paged.write_kv)
 
 
 @_define("merge_states", "Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) out_lse")
@@ -121,27 +126,28 @@ def _outputs(q: Tensor, v: Tensor, out: Tensor | None, return_lse: bool) -> tupl
 
 def decode_attention(
     q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, *, sm_scale, logit_cap, window, sinks, kv_start,
-    kv_lens, page_size, out, return_lse, batch_invariant, plan,
+    kv_lens, k_scale, v_scale, page_size, out, return_lse, batch_invariant, plan,
 ):  # fmt: skip
     """`paged.decode_attention` in a graph (the new keys already written)."""
     out, lse = _outputs(q, v_buffer, out, return_lse)
     torch.ops.tilewright.decode_attention(
         q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, sinks, kv_start, kv_lens, out, lse, sm_scale,
-        logit_cap, window, page_size, batch_invariant, _NO_PLAN if plan is None else plan.handle,
+        logit_cap, window, k_scale, v_scale, page_size, batch_invariant, _NO_PLAN if plan is None else plan.handle,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def extend_attention(
     q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, *,
-    sm_scale, causal, logit_cap, window, sinks, kv_start, kv_lens, page_size, out, return_lse, batch_invariant, plan,
+    sm_scale, causal, logit_cap, window, sinks, tree_mask, kv_start, kv_lens, k_scale, v_scale, page_size, out,
+    return_lse, batch_invariant, plan,
 ):  # fmt: skip
     """`paged.extend_attention` in a graph."""
     out, lse = _outputs(q, v_buffer if v is None else v, out, return_lse)
     torch.ops.tilewright.extend_attention(
         q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
-        causal, sinks, kv_start, kv_lens, out, lse, sm_scale, logit_cap, window, page_size, batch_invariant,
-        _NO_PLAN if plan is None else plan.handle,
+        tree_mask, causal, sinks, kv_start, kv_lens, out, lse, sm_scale, logit_cap, window, k_scale, v_scale, page_size,
+        batch_invariant, _NO_PLAN if plan is None else plan.handle,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -17,10 +17,12 @@ from tilewright.runtime.arguments import (
     expect_apart,
     expect_index,
     expect_multiple,
+    expect_scales,
     expect_writable,
     flag,
     inference_only,
-    refuse_later_options,
+    pool_dtype,
+    pool_scale,
     sizes,
 )
 from tilewright.runtime.dispatch import kernel
@@ -58,8 +60,8 @@ def decode_attention(
     loc: Tensor | None = None,
     kv_start: Tensor | None = None,
     kv_lens: Tensor | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     page_size: int = 1,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -73,8 +75,9 @@ def decode_attention(
 
     Args:
         q: [B, Hq, D], bf16, fp16 or f32; the dtype of every tensor below that is not an index.
-        k_buffer: [S, Hk, D], Hq a multiple of Hk.
-        v_buffer: [S, Hk, Dv]; may be a view of k_buffer.
+        k_buffer: [S, Hk, D], Hq a multiple of Hk; or torch.float8_e4m3fn, whose numbers stand for k_scale times
+            themselves.
+        v_buffer: [S, Hk, Dv]; may be a view of k_buffer; float8_e4m3fn where k_buffer is.
         req_to_token: [R, C] slots of the requests' tokens.
         req_pool_indices: [B] rows of req_to_token.
         seq_lens: [B] keys, the current token included; 0 gives a row of zeros. Not read where a plan is given.
@@ -82,13 +85,14 @@ def decode_attention(
         logit_cap: c > 0 turns a score s into c * tanh(s / c); 0 = off.
         window: visible keys including the query's own; 0 = off.
         sinks: [Hq], dtype of q or f32: a logit (not scaled, not capped) that takes weight and gives no value.
-        key: [B, Hk, D] keys of the new tokens, written to slots `loc` before attending; with `value` and `loc`.
+        key: [B, Hk, D] keys of the new tokens, written to slots `loc` before attending (see `write_kv`); with `value`
+            and `loc`.
         value: [B, Hk, Dv]; not written where v_buffer starts at k_buffer (a view of it).
         loc: [B] slots; -1 is skipped; of rows with the same slot the last wins. Not looked at without a key.
         kv_start: [B] first column of each request in its row of req_to_token; None = 0.
         kv_lens: [B] cross attention: keys 0 .. kv_lens[b] - 1 (seq_lens is ignored); no window. Plan for kv_lens.
-        k_scale: None or 1 (fp8 pools are not served yet).
-        v_scale: as k_scale.
+        k_scale: > 0, of the keys in an fp8 pool: a number, or a CPU tensor of one element; None = 1.
+        v_scale: the same for values.
         page_size: a promise that so many aligned positions are consecutive slots.
         out: [B, Hq, Dv] to write to, in memory that no other argument uses; None = a new tensor.
         return_lse: also return ln(sum exp(score)) over the visible keys, without the sink.
@@ -103,8 +107,10 @@ def decode_attention(
         NotImplementedError: an option that is not served yet.
         MissingModuleError: no built kernel serves the sizes.
     """
-    if k_scale is not None or v_scale is not None:
-        refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    if type(k_scale) is not float:
+        k_scale = pool_scale("k_scale", k_scale)
+    if type(v_scale) is not float:
+        v_scale = pool_scale("v_scale", v_scale)
     batch_invariant = flag("batch_invariant", batch_invariant)
     write = None
     if key is not None or value is not None:
@@ -115,11 +121,12 @@ def decode_attention(
         from tilewright.runtime import ops
 
         if write is not None:
-            ops.write_kv(key, value, k_buffer, v_buffer, loc)
+            ops.write_kv(key, value, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale)
         return ops.decode_attention(
             q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
             sm_scale=sm_scale, logit_cap=logit_cap, window=window, sinks=sinks, kv_start=kv_start, kv_lens=kv_lens,
-            page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
+            k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, return_lse=return_lse,
+            batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
     if write is not None:
         _expect_pools_apart(key, value, k_buffer, v_buffer)
@@ -129,9 +136,9 @@ def decode_attention(
             expect_apart("out", out, k_buffer=k_buffer, v_buffer=v_buffer)
     return run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None,
-        sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, write=write,
-        kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=None, return_lse=return_lse,
-        batch_invariant=batch_invariant, plan=plan,
+        sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=None, write=write,
+        kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, lse=None,
+        return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
 
 
@@ -155,8 +162,8 @@ def extend_attention(
     tree_mask: Tensor | None = None,
     kv_start: Tensor | None = None,
     kv_lens: Tensor | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     page_size: int = 1,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -172,7 +179,7 @@ def extend_attention(
     Args (others as in `decode_attention`):
         q: [T, Hq, D]; rows of no request are left alone (zeros in a new `out`).
         k: [T, Hk, D] the new keys, or None with v: all keys come from the pool. Only then may a prefix be negative: the
-            first tokens then see nothing and give zeros.
+            first tokens then see nothing and give zeros. New keys are seen as they are, whatever the pool's dtype.
         v: [T, Hk, Dv].
         k_buffer: [S, Hk, D]; where every prefix is 0 it is not read and may have other heads and dims than k.
         v_buffer: [S, Hk, Dv]; likewise.
@@ -186,7 +193,9 @@ def extend_attention(
         logit_cap: as in decode.
         window: as in decode.
         sinks: as in decode.
-        tree_mask: not served yet.
+        tree_mask: bool or uint8, which new keys a new token sees, besides the rules above (the prefix is not masked):
+            of each request in turn [new, new], or [new, seq_lens] whose first columns are not looked at. Any shape of
+            so many elements. Drafts in an order in which a token's ancestors come before it need nothing else.
         kv_start: as in decode.
         kv_lens: [B] cross attention: all queries see keys 0 .. kv_lens[b] - 1 of the pool; k and v must be None, no
             window, `causal` and seq_lens are ignored. Plan with seq_lens=kv_lens and causal=False.
@@ -196,7 +205,8 @@ def extend_attention(
         out: as in decode, [T, Hq, Dv].
         return_lse: as in decode.
         batch_invariant: also the same however the request was cut into chunks (on a GPU not that yet: its kernels take
-            the keys of the pool and new ones in tiles of their own).
+            the keys of the pool and new ones in tiles of their own). With an fp8 pool k and v must be None: write the
+            new keys first (`write_kv`), so that a key is the same number to all chunks.
         plan: of `plan_extend`, with the same causal and window.
 
     Returns:
@@ -205,7 +215,7 @@ def extend_attention(
     Raises:
         As `decode_attention`.
     """
-    refuse_later_options(tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale)
+    k_scale, v_scale = pool_scale("k_scale", k_scale), pool_scale("v_scale", v_scale)
     if (k is None) != (v is None):
         raise ValueError("k, v: got one of the two, expected both or neither")
     causal, batch_invariant = flag("causal", causal), flag("batch_invariant", batch_invariant)
@@ -214,17 +224,17 @@ def extend_attention(
 
         return ops.extend_attention(
             q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
-            sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, kv_start=kv_start,
-            kv_lens=kv_lens, page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant,
-            plan=plan,
+            sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=tree_mask,
+            kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out,
+            return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
     if out is not None:
         expect_apart("out", out, q=q, k=k, v=v, k_buffer=k_buffer, v_buffer=v_buffer)
     return run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
-        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, write=None,
-        kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=None, return_lse=return_lse,
-        batch_invariant=batch_invariant, plan=plan,
+        sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=tree_mask,
+        write=None, kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out,
+        lse=None, return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
 
 
@@ -235,10 +245,13 @@ def write_kv(
     v_buffer: Tensor,
     loc: Tensor,
     *,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
 ) -> None:
     """Write new keys and values into the pool: k_buffer[loc[t]] = k[t], v_buffer[loc[t]] = v[t].
+
+    A pool of torch.float8_e4m3fn gets k / k_scale and v / v_scale, rounded to the nearest number (ties to even), at
+    most 448 in magnitude; NaN stays NaN.
 
     Args:
         k: [T, Hk, D], bf16, fp16 or f32; no part of a pool (clone rows to move them within one).
@@ -246,25 +259,27 @@ def write_kv(
         k_buffer: [S, Hk, D], written in place.
         v_buffer: [S, Hk, Dv], written in place.
         loc: [T] slots; -1 is skipped; of rows with the same slot the last wins.
-        k_scale: None or 1 (fp8 pools are not served yet).
-        v_scale: as k_scale.
+        k_scale: > 0, of an fp8 pool: a number, or a CPU tensor of one element; None = 1.
+        v_scale: the same for values.
 
     Raises:
         ValueError, TypeError, NotImplementedError, MissingModuleError: as `decode_attention`; nothing is written then.
     """
-    refuse_later_options(k_scale=k_scale, v_scale=v_scale)
+    k_scale, v_scale = pool_scale("k_scale", k_scale), pool_scale("v_scale", v_scale)
     if torch.compiler.is_compiling():
         from tilewright.runtime import ops
 
-        ops.write_kv(k, v, k_buffer, v_buffer, loc)
+        ops.write_kv(k, v, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale)
         return
     dtype = dtype_name(k, "k")
     tokens, heads, dim = sizes("k", k, 3)
     dim_vo = sizes("v", v, 3)[2]
     slots = sizes("k_buffer", k_buffer, 3)[0]
     expect("v", v, (tokens, heads, dim_vo), k.dtype, k.device)
-    expect("k_buffer", k_buffer, (slots, heads, dim), k.dtype, k.device)
-    expect("v_buffer", v_buffer, (slots, heads, dim_vo), k.dtype, k.device)
+    pool = pool_dtype(k_buffer, k.dtype)
+    expect("k_buffer", k_buffer, (slots, heads, dim), pool, k.device)
+    expect("v_buffer", v_buffer, (slots, heads, dim_vo), pool, k.device)
+    expect_scales(k_buffer, k_scale, v_scale)
     expect_index("loc", loc, (tokens,), k.device)
     expect_writable("k_buffer", k_buffer)
     expect_writable("v_buffer", v_buffer)
@@ -272,7 +287,7 @@ def write_kv(
     if env.CHECK.get():
         checked.check_loc(loc, slots)
     if tokens:
-        write_rows(dtype, k, v, loc, k_buffer, v_buffer)
+        write_rows(dtype, k, v, loc, k_buffer, v_buffer, k_scale, v_scale)
 
 
 def _expect_pools_apart(k: Tensor | None, v: Tensor | None, k_buffer: Tensor, v_buffer: Tensor) -> None:

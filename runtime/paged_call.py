@@ -6,23 +6,28 @@ import math
 import operator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.runtime import checked, env
 from tilewright.runtime.arguments import (
+    KV_DTYPE,
     dense_rows,
     dtype_name,
     expect,
     expect_aligned,
     expect_index,
+    expect_mask,
     expect_multiple,
+    expect_scales,
     expect_writable,
     gpu_rows,
     inference_only,
     kernel_window,
     narrow,
     pages,
+    pool_dtype,
     real,
     sizes,
     soft_cap,
@@ -54,9 +59,12 @@ def run(
     logit_cap: float,
     window: int,
     sinks: Tensor | None,
+    tree_mask: Tensor | None,
     write: tuple[Tensor, Tensor, Tensor] | None,
     kv_start: Tensor | None,
     kv_lens: Tensor | None,
+    k_scale: float,
+    v_scale: float,
     page_size: int,
     out: Tensor | None,
     lse: Tensor | None,
@@ -69,9 +77,9 @@ def run(
     What the public functions and the torch.library operators share; `lse` is a tensor to write the LSE to,
     `write` the (key, value, loc) of decode.
     """
-    floats = (q, k_new, v_new, k_buffer, v_buffer, out, lse, sinks, *(write or ()))
+    floats = (q, k_new, v_new, k_buffer, v_buffer, out, lse, sinks, tree_mask, *(write or ()))
     index = (req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, kv_start, kv_lens)
-    options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant)
+    options = (sm_scale, causal, logit_cap, window, page_size, batch_invariant, k_scale, v_scale)
     call = looks = None
     if isinstance(plan, Plan):
         try:
@@ -88,8 +96,8 @@ def run(
         plan, call = _prepare(
             extend_seq_lens, q, k_new, v_new, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
             extend_start_loc, sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks,
-            write=write, kv_start=kv_start, kv_lens=kv_lens, page_size=page_size, out=out, lse=lse,
-            batch_invariant=batch_invariant, plan=plan,
+            tree_mask=tree_mask, write=write, kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale,
+            page_size=page_size, out=out, lse=lse, batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
         if looks is not None and not call.detach:
             plan.calls.append((looks, index, options, call))
@@ -139,7 +147,7 @@ def run(
 
     # -- run
     if write is not None and plan.batch:
-        write_rows(call.dtype, *write, k_buffer, v_buffer)
+        write_rows(call.dtype, *write, k_buffer, v_buffer, k_scale, v_scale)
     if not work.num_items:
         return (out, lse) if return_lse else out
     sinks_f32 = call.no_sinks if sinks is None else plan.sinks_f32(sinks)
@@ -148,12 +156,18 @@ def run(
         assert k_new is not None and v_new is not None
         k_buffer, v_buffer = k_new, v_new  # never read, but their sizes must agree with k_new
     keys: tuple[Tensor, ...] = (k_buffer, v_buffer)
+    scales: tuple[float, ...] = ()
+    if call.no_new is not None:  # fp8
+        keys, scales = (k_buffer.view(torch.uint8), v_buffer.view(torch.uint8)), (k_scale, v_scale)
     if extend_seq_lens is not None:
-        keys += keys if k_new is None or v_new is None else (k_new, v_new)
+        keys += (call.no_new or keys) if k_new is None or v_new is None else (k_new, v_new)
     if call.on_gpu:
         q, keys = gpu_rows(q), tuple(gpu_rows(rows) for rows in keys)
     elif not call.dense:
         q, keys = dense_rows(q), tuple(dense_rows(rows) for rows in keys)
+    mask: tuple[Tensor, ...] = ()
+    if call.mask_rows is not None and tree_mask is not None:
+        mask = (tree_mask.reshape(-1).view(torch.uint8), *call.mask_rows)
     attend.cut_next_loop(work.tasks)
     attend.run(
         q,
@@ -167,11 +181,13 @@ def run(
         lse,
         work.part_o,
         work.part_lse,
+        *mask,
         call.scale_log2,
         call.cap_log2,
         call.scale_over_cap,
         call.window,
         call.lookahead,
+        *scales,
     )
     if work.rows is not None:
         kernel("merge", call.dtype, None, None, None, q.device).run(
@@ -184,7 +200,8 @@ class _Call(NamedTuple):
     """What a call needs besides its tensors: everything that follows from shapes, dtypes, options and the plan.
 
     detach: an argument requires a gradient. dense: last dimensions of all inputs are. new_only: the buffers are not
-    read and may have other sizes than the new keys. The rest is named as in docs/kernel-abi.md.
+    read and may have other sizes than the new keys. no_new: with an fp8 pool, what stands for new keys where there are
+    none. mask_rows: mask_start and mask_width. The rest is named as in docs/kernel-abi.md.
 
     A plan remembers calls (Plan.calls) for later ones that could not be told from them by the checks: index tensors are
     the very same (callers keep theirs for all layers of a step), the other tensors look alike.
@@ -204,6 +221,8 @@ class _Call(NamedTuple):
     detach: bool
     no_sinks: Tensor
     on_gpu: bool
+    no_new: tuple[Tensor, Tensor] | None
+    mask_rows: tuple[Tensor, Tensor] | None
 
 
 # Layers of a model make the same call on other memory, at most a few kinds of them (with and without a window).
@@ -227,9 +246,12 @@ def _prepare(
     logit_cap: float,
     window: int,
     sinks: Tensor | None,
+    tree_mask: Tensor | None,
     write: tuple[Tensor, Tensor, Tensor] | None,
     kv_start: Tensor | None,
     kv_lens: Tensor | None,
+    k_scale: float,
+    v_scale: float,
     page_size: int,
     out: Tensor | None,
     lse: Tensor | None,
@@ -255,12 +277,15 @@ def _prepare(
         expect("k", k_new, (new_rows, num_kv_heads, dim), torch_dtype, device)
         expect("v", v_new, (new_rows, num_kv_heads, dim_vo), torch_dtype, device)
         new_only = (buffer_heads, buffer_dim, buffer_dim_vo) != (num_kv_heads, dim, dim_vo)
+    pool = pool_dtype(k_buffer, torch_dtype)
     if new_only:
-        expect("k_buffer", k_buffer, tuple(k_buffer.shape), torch_dtype, device)
-        expect("v_buffer", v_buffer, tuple(v_buffer.shape), torch_dtype, device)
+        expect("k_buffer", k_buffer, tuple(k_buffer.shape), pool, device)
+        expect("v_buffer", v_buffer, tuple(v_buffer.shape), pool, device)
     else:
-        expect("k_buffer", k_buffer, (slots, num_kv_heads, dim), torch_dtype, device)
-        expect("v_buffer", v_buffer, (slots, num_kv_heads, dim_vo), torch_dtype, device)
+        expect("k_buffer", k_buffer, (slots, num_kv_heads, dim), pool, device)
+        expect("v_buffer", v_buffer, (slots, num_kv_heads, dim_vo), pool, device)
+    expect_scales(k_buffer, k_scale, v_scale)
+    fp8 = pool is not torch_dtype and not new_only  # a pool that is not read may be of any type
     if not num_kv_heads or not num_qo_heads or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: got {num_qo_heads} heads, expected a multiple of the {num_kv_heads} KV heads")
     if not dim or not dim_vo:
@@ -282,7 +307,11 @@ def _prepare(
             raise ValueError(f"window: got {window} with kv_lens, expected 0 (cross attention has no positions)")
         if k_new is not None:
             raise ValueError("k, v: got tensors with kv_lens, expected None (write the keys first: write_kv)")
+        if tree_mask is not None:
+            raise ValueError("tree_mask: got a tensor with kv_lens, expected None (cross attention has no new keys)")
         seq_lens, causal = kv_lens, decode
+    if tree_mask is not None:
+        expect_mask("tree_mask", tree_mask, device)
     if sinks is not None:
         sizes("sinks", sinks, 1)
         expect("sinks", sinks, (num_qo_heads,), sinks.dtype, device)
@@ -329,8 +358,15 @@ def _prepare(
                     f"k: got heads and dims {list(k_new.shape[1:])}, expected {list(k_buffer.shape[1:])} of k_buffer "
                     f"and {list(v_buffer.shape[1:])} of v_buffer for v (they may differ only where every prefix is 0)"
                 )
+    if fp8 and k_new is not None and plan.batch_invariant:
+        raise ValueError(
+            "k, v: got new keys beside an fp8 pool in batch-invariant mode, expected None: write them first "
+            "(write_kv), so that a key is the same number in the chunk that brings it and in later ones"
+        )
+    mask_rows = None if tree_mask is None else _mask_rows(tree_mask, plan)
     name = "paged_decode" if decode else "paged_extend"
-    attend = kernel(name, dtype, num_qo_heads // num_kv_heads, dim, dim_vo, device)
+    group, kv_dtype = num_qo_heads // num_kv_heads, KV_DTYPE if fp8 else None
+    attend = kernel(name, dtype, group, dim, dim_vo, device, kv_dtype, tree_mask is not None)
     assert attend.tiling is not None
     work = plan.work(attend.tiling, window, from_pool)
     if out is not None:
@@ -350,8 +386,35 @@ def _prepare(
         dense=all(tensor is dense_rows(tensor) for tensor in inputs.values()),
         no_sinks=sinks_off(num_qo_heads, device),
         on_gpu=device.type == "cuda",
+        no_new=_no_new_keys(q, num_kv_heads, dim_vo) if fp8 else None,
+        mask_rows=mask_rows,
         detach=any(tensor.requires_grad for tensor in (*inputs.values(), sinks, out, lse) if tensor is not None),
     )  # fmt: skip
+
+
+def _no_new_keys(q: Tensor, num_kv_heads: int, dim_vo: int) -> tuple[Tensor, Tensor]:
+    return q.new_zeros((1, num_kv_heads, q.shape[2])), q.new_zeros((1, num_kv_heads, dim_vo))
+
+
+def _mask_rows(tree_mask: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(mask_start, mask_width) of the plan's requests: whose new tokens' rows have which columns."""
+    keys, new, _ = plan.lengths
+    if plan.prefixes[0] < 0:
+        raise ValueError("extend_seq_lens: got more than seq_lens, expected no more with a tree_mask")
+    numel, among_new, over_all = tree_mask.numel(), int((new * new).sum()), int((new * keys).sum())
+    if numel not in (among_new, over_all):
+        raise ValueError(
+            f"tree_mask: got {numel} elements, expected {among_new} (new x new tokens of each request) or {over_all} "
+            "(new tokens x keys of each request)"
+        )
+    if numel > OFF:
+        raise ValueError(f"tree_mask: got {numel} elements, expected at most {OFF}; give new x new tokens only")
+    width = new if numel == among_new else keys
+    sizes = new * width
+    # The kernels' columns are new tokens: those of whole rows come after the prefix's.
+    start = np.cumsum(sizes) - sizes + (width - new)
+    rows = torch.from_numpy(np.stack((start, width)).astype(np.int32)).to(tree_mask.device)
+    return rows[0], rows[1]
 
 
 def _make_plan(
@@ -430,17 +493,36 @@ def sinks_off(num_qo_heads: int, device: torch.device) -> Tensor:
     return known
 
 
-def write_rows(dtype: str, k: Tensor, v: Tensor, loc: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
+def write_rows(
+    dtype: str,
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Run the write kernel for K, and for V unless it is a view of K; arguments checked by the caller."""
-    write = kernel("write_kv", dtype, None, None, None, k.device).run
+    fp8 = k_buffer.dtype is not k.dtype
+    write = kernel("write_kv", dtype, None, None, None, k.device, KV_DTYPE if fp8 else None).run
     loc = narrow(loc)
     rows = dense_rows
     if k.device.type == "cuda":
         rows = gpu_rows
-        expect_multiple("k", k.shape[2], 8)
-        expect_multiple("v", v.shape[2], 8)
+        whole = 16 if fp8 else 8
+        expect_multiple("k", k.shape[2], whole)
+        expect_multiple("v", v.shape[2], whole)
         expect_aligned("k_buffer", k_buffer)
         expect_aligned("v_buffer", v_buffer)
-    write(rows(inference_only("k", k)), k_buffer, loc)
+
+    def put(name: str, x: Tensor, buffer: Tensor, scale: float) -> None:
+        x = rows(inference_only(name, x))
+        if fp8:
+            write(x, buffer.view(torch.uint8), loc, scale)
+        else:
+            write(x, buffer, loc)
+
+    put("k", k, k_buffer, k_scale)
     if v_buffer.data_ptr() != k_buffer.data_ptr():
-        write(rows(inference_only("v", v)), v_buffer, loc)
+        put("v", v, v_buffer, v_scale)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 OFF = 2**30
 """The kernels' value of `window` and `lookahead` for "no bound"."""
 
-# Columns of an item, in the kernels' order; the last of the ten is reserved.
-REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART = range(9)
+# Columns of an item, in the kernels' order.
+REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, FIRST_NEW = range(10)
 ITEM_COLUMNS = 10
 MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial rows
 
@@ -265,6 +265,7 @@ def make_work(
     else:
         items[:, PREFIX] = first_pos[request][owner]
         items[:, NEW_ROW] = (lengths.q_starts - first_pos)[request][owner]
+    items[:, FIRST_NEW] = first_pos[request][owner]
     items[:, PART] = np.where(split[owner], first_partial[owner] + index * q_len[owner], -1)
     order = np.argsort(begin - end, kind="stable")
     tasks = _tasks(end - begin + UNIT_KEYS, num_kv_heads, threads)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.runtime.arguments import E4M3
+from tilewright.runtime.forward_batch import layer_scales
 from tilewright.runtime.paged import write_kv
 from tilewright.runtime.pool_memory import pool_zeros
 
@@ -156,7 +158,8 @@ class TokenToKVPool:
 
     def set_kv_buffer(self, layer: Any, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Write [T, heads, dim] keys and values of a layer to slots loc [T]; -1 is skipped."""
-        write_kv(k, v, *self.get_kv_buffer(layer.layer_id), loc)
+        scales = layer_scales(layer) if self.dtype is E4M3 else (None, None)
+        write_kv(k, v, *self.get_kv_buffer(layer.layer_id), loc, k_scale=scales[0], v_scale=scales[1])
 
     def _layer(self, layer_id: int) -> int:
         # Lists would take -1 for the last layer.

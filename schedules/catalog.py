@@ -15,6 +15,18 @@ LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
 _LIGHTNING = ("lightning_decode", "lightning_extend")
 
+# Pools of fp8, and masks of drafts: what serves every shape, and the shape of most models.
+_KV = "fp8_e4m3"
+_FP8 = (
+    *(Workload(operator, "bf16", 4, 128, 128, _KV) for operator in _PAGED),
+    *(Workload(operator, "bf16", kv_dtype=_KV) for operator in (*_PAGED, "write_kv")),
+)
+_TREE = (
+    Workload("paged_extend", "bf16", 4, 128, 128, tree=True),
+    *(Workload("paged_extend", dtype, tree=True) for dtype in DTYPES),
+    Workload("paged_extend", "bf16", kv_dtype=_KV, tree=True),
+)
+
 # What `make tune` tunes by default: one workload of each kind of kernel that matters.
 TUNE_PRESET = (
     Workload("paged_decode", "bf16", 4, 128, 128),
@@ -52,4 +64,4 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
         return (*_paged("bf16", MORE_SHAPES), LATENT)
-    return tuple(workload for dtype in DTYPES for workload in _everything(dtype))
+    return (*(workload for dtype in DTYPES for workload in _everything(dtype)), *_FP8, *_TREE)

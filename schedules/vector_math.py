@@ -44,17 +44,18 @@ def negative_infinity() -> tirx.Expr:
     return -tirx.infinity("float32")
 
 
-def _reinterpret(dtype: str, value: tirx.Expr) -> tirx.Expr:
+def reinterpret(dtype: str, value: tirx.Expr) -> tirx.Expr:
+    """The bits of a value as a value of another type of the same width."""
     return tirx.call_intrin(dtype, "tirx.reinterpret", value)
 
 
 def isnan(x: tirx.Expr) -> tirx.Expr:
     """Whether x is NaN, by its bits: TVM splits a vectorised loop with a tirx.isnan into scalars."""
-    magnitude = tirx.bitwise_and(_reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
+    magnitude = tirx.bitwise_and(reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
     return magnitude > tirx.const(0x7F800000, "int32")
 
 
-def _let(name: str, value: tirx.Expr, body: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
+def let(name: str, value: tirx.Expr, body: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
     """`body` of a named value: an expression used twice would otherwise be copied twice, tree by tree."""
     value = tirx.convert(value)  # an element of a te tensor becomes an expression
     var = tirx.Var(name, str(value.ty.dtype))
@@ -70,7 +71,7 @@ def exp2(x: tirx.Expr) -> tirx.Expr:
         for coefficient in (*_EXP2[1:], _EXP2_LINEAR, 1.0):
             value = value * fraction + f32(coefficient)
         exponent = tirx.shift_left(whole.astype("int32"), tirx.const(23, "int32"))
-        return _reinterpret("float32", _reinterpret("int32", value) + exponent)
+        return reinterpret("float32", reinterpret("int32", value) + exponent)
 
     def guarded(x: tirx.Expr) -> tirx.Expr:
         # A comparison with NaN is false: the operand order keeps NaN alive where max() would drop it.
@@ -78,10 +79,10 @@ def exp2(x: tirx.Expr) -> tirx.Expr:
         # The nearest integer, by floor: TVM splits a vectorised loop with a nearbyint into scalars, and LLVM does not
         # always find its way back.
         nearest = lambda y: tirx.floor(y + f32(0.5))  # noqa: E731
-        value = _let("x", clamped, lambda y: _let("whole", nearest(y), lambda whole: normal(y, whole)))
+        value = let("x", clamped, lambda y: let("whole", nearest(y), lambda whole: normal(y, whole)))
         return tirx.Select(x < f32(-126.0), f32(0.0), value)
 
-    return _let("exponent", x, guarded)
+    return let("exponent", x, guarded)
 
 
 def exp2_short(x: tirx.Expr) -> tirx.Expr:
@@ -99,14 +100,14 @@ def exp2_short(x: tirx.Expr) -> tirx.Expr:
 
     def of(x: tirx.Expr, shifted: tirx.Expr) -> tirx.Expr:
         # The bits of the constant itself leave the word on the way.
-        exponent = tirx.shift_left(_reinterpret("int32", shifted), tirx.const(23, "int32"))
-        value = _let("fraction", x - (shifted - f32(_TO_INTEGER)), polynomial)
-        return _reinterpret("float32", _reinterpret("int32", value) + exponent)
+        exponent = tirx.shift_left(reinterpret("int32", shifted), tirx.const(23, "int32"))
+        value = let("fraction", x - (shifted - f32(_TO_INTEGER)), polynomial)
+        return reinterpret("float32", reinterpret("int32", value) + exponent)
 
     # The operand order keeps NaN alive, see exp2. At -127 the exponent bits of 1 become those of 0.
     clamped = lambda x: tirx.Select(x < f32(-127.0), f32(-127.0), x)  # noqa: E731
-    with_shifted = lambda x: _let("shifted", x + f32(_TO_INTEGER), lambda y: of(x, y))  # noqa: E731
-    return _let("exponent", x, lambda x: _let("clamped", clamped(x), with_shifted))
+    with_shifted = lambda x: let("shifted", x + f32(_TO_INTEGER), lambda y: of(x, y))  # noqa: E731
+    return let("exponent", x, lambda x: let("clamped", clamped(x), with_shifted))
 
 
 def log2(x: tirx.Expr) -> tirx.Expr:
@@ -114,15 +115,15 @@ def log2(x: tirx.Expr) -> tirx.Expr:
     mantissa_bits = tirx.const(23, "int32")
 
     def of_parts(bits: tirx.Expr, exponent: tirx.Expr) -> tirx.Expr:
-        mantissa = _reinterpret("float32", bits - tirx.shift_left(exponent, mantissa_bits))  # [sqrt(1/2), sqrt(2))
-        logarithm = _let("mantissa", mantissa, lambda x: _let("s", (x - f32(1.0)) / (x + f32(1.0)), _twice_atanh))
+        mantissa = reinterpret("float32", bits - tirx.shift_left(exponent, mantissa_bits))  # [sqrt(1/2), sqrt(2))
+        logarithm = let("mantissa", mantissa, lambda x: let("s", (x - f32(1.0)) / (x + f32(1.0)), _twice_atanh))
         return exponent.astype("float32") + f32(LOG2_E) * logarithm
 
     def of_bits(bits: tirx.Expr) -> tirx.Expr:
         sqrt_half = tirx.const(0x3F3504F3, "int32")
-        return _let("exponent", tirx.shift_right(bits - sqrt_half, mantissa_bits), lambda e: of_parts(bits, e))
+        return let("exponent", tirx.shift_right(bits - sqrt_half, mantissa_bits), lambda e: of_parts(bits, e))
 
-    return _let("bits", _reinterpret("int32", x), of_bits)
+    return let("bits", reinterpret("int32", x), of_bits)
 
 
 def _twice_atanh(s: tirx.Expr) -> tirx.Expr:
@@ -134,7 +135,7 @@ def _twice_atanh(s: tirx.Expr) -> tirx.Expr:
             value = value * square + f32(1 / denominator)
         return value
 
-    return f32(2.0) * s * _let("square", s * s, series)
+    return f32(2.0) * s * let("square", s * s, series)
 
 
 def tanh(x: tirx.Expr) -> tirx.Expr:
@@ -148,10 +149,10 @@ def tanh(x: tirx.Expr) -> tirx.Expr:
 
     def of(x: tirx.Expr) -> tirx.Expr:
         magnitude = tirx.Select(x < f32(0.0), f32(0.0) - x, x)
-        value = _let("e", exp2(magnitude * f32(-2 * LOG2_E)), lambda e: (f32(1.0) - e) / (f32(1.0) + e))
-        signed = _let("magnitude", value, lambda y: tirx.Select(x < f32(0.0), f32(0.0) - y, y))
+        value = let("e", exp2(magnitude * f32(-2 * LOG2_E)), lambda e: (f32(1.0) - e) / (f32(1.0) + e))
+        signed = let("magnitude", value, lambda y: tirx.Select(x < f32(0.0), f32(0.0) - y, y))
         # 1 - e cancels near 0.
-        near_zero = _let("square", x * x, lambda square: series(x, square))
+        near_zero = let("square", x * x, lambda square: series(x, square))
         return tirx.Select(magnitude < f32(0.25), near_zero, signed)
 
-    return _let("argument", x, of)
+    return let("argument", x, of)

@@ -11,6 +11,8 @@ DEFINITION_REVISION = 1
 
 OPERATORS = ("paged_decode", "paged_extend", "merge", "write_kv", "lightning_decode", "lightning_extend")
 DTYPES = ("bf16", "fp16", "f32")
+# Types of a KV pool that is not in `dtype` -> their part of a name.
+KV_DTYPES = {"fp8_e4m3": "kvfp8"}
 
 
 class WorkloadError(ValueError):
@@ -30,6 +32,9 @@ class Workload:
         group: query heads per KV head (paged operators), None = symbolic.
         head_dim_qk: D of q and k, None = symbolic (the general module) or not part of the operator.
         head_dim_vo: D of v and out, None likewise.
+        kv_dtype: of the KV pool where it is another than `dtype` (paged_decode, paged_extend, write_kv): "fp8_e4m3"
+            with a scale for keys and one for values; None = dtype.
+        tree: a mask among the new tokens (paged_extend): speculative verification of a tree of drafts.
     """
 
     operator: str
@@ -37,6 +42,8 @@ class Workload:
     group: int | None = None
     head_dim_qk: int | None = None
     head_dim_vo: int | None = None
+    kv_dtype: str | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
@@ -58,6 +65,12 @@ class Workload:
             raise WorkloadError("group and head dims: give all (a specialised kernel) or none (the general one)")
         if self.operator in ("merge", "write_kv") and not dims[0]:
             raise WorkloadError(f"head dims: {self.operator} takes every head dim, give none")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise WorkloadError(f"kv_dtype: got {self.kv_dtype!r}, expected None or one of {', '.join(KV_DTYPES)}")
+        if self.kv_dtype is not None and self.operator not in ("paged_decode", "paged_extend", "write_kv"):
+            raise WorkloadError(f"kv_dtype: {self.operator} has no KV pool")
+        if self.tree and self.operator != "paged_extend":
+            raise WorkloadError(f"tree: {self.operator} has no mask among new tokens, paged_extend has")
 
     @property
     def general(self) -> bool:
@@ -66,8 +79,10 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Readable and file-safe, e.g. "paged_decode-bf16-g4-d128", "lightning_extend-f32-general", "merge-bf16"."""
+        """Readable and file-safe: "merge-f32", "paged_decode-bf16-g4-d128", "paged_extend-bf16-kvfp8-general-tree"."""
         parts = [self.operator, self.dtype]
+        if self.kv_dtype is not None:
+            parts.append(KV_DTYPES[self.kv_dtype])
         if self.general:
             parts.append("general")
         if self.group is not None:
@@ -76,12 +91,17 @@ class Workload:
             parts.append(
                 f"d{self.head_dim_qk}" + ("" if self.head_dim_vo == self.head_dim_qk else f"v{self.head_dim_vo}")
             )
+        if self.tree:
+            parts.append("tree")
         return "-".join(parts)
 
     @property
     def key(self) -> str:
-        """sha256 of the sorted JSON of all fields and the definition revision."""
-        text = json.dumps(asdict(self) | {"revision": DEFINITION_REVISION}, sort_keys=True)
+        """sha256 of the sorted JSON of the fields and the definition revision."""
+        fields = asdict(self)
+        # Younger than the first records: where they say nothing new, a workload keeps the key that it had.
+        fields = {name: value for name, value in fields.items() if value or name not in ("kv_dtype", "tree")}
+        text = json.dumps(fields | {"revision": DEFINITION_REVISION}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @staticmethod
@@ -93,14 +113,17 @@ class Workload:
         """
         try:
             operator, dtype, *rest = name.split("-")
-            group = qk = vo = None
+            group = qk = vo = kv_dtype = None
+            kv_dtypes = {part: name for name, part in KV_DTYPES.items()}
             for part in rest:
-                if part.startswith("g") and part != "general":
+                if part in kv_dtypes:
+                    kv_dtype = kv_dtypes[part]
+                elif part.startswith("g") and part != "general":
                     group = int(part[1:])
                 elif part.startswith("d"):
                     first, _, second = part[1:].partition("v")
                     qk, vo = int(first), int(second or first)
-            workload = Workload(operator, dtype, group, qk, vo)
+            workload = Workload(operator, dtype, group, qk, vo, kv_dtype, "tree" in rest)
         except WorkloadError:
             raise
         except ValueError as error:

@@ -46,9 +46,18 @@ def _softmax(scores: Tensor, values: Tensor, sink: float) -> tuple[Tensor, float
     return weights @ values / with_sink, float((top + torch.log2(total)) * math.log(2))
 
 
+def _pool(buffer: Tensor, scale: float | None) -> Tensor:
+    """The numbers of a pool; those of an fp8 pool are codes with a scale."""
+    if scale is None:
+        return buffer
+    assert buffer.dtype == torch.uint8
+    return buffer.view(torch.float8_e4m3fn).double() * scale
+
+
 def _attend(
     q, k_buffer, v_buffer, k_new, v_new, req_to_token, req_pool_indices, kv_start, items, sinks, out, lse, part_o,
-    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, block_q, padding,
+    part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, k_scale=None, v_scale=None, *, mask=None,
+    mask_start=None, mask_width=None, block_q, padding,
 ):  # fmt: skip
     tokens, hq, dim = q.shape
     slots, hk, _ = k_buffer.shape
@@ -57,8 +66,9 @@ def _attend(
     dtype = q.dtype
     assert group * hk == hq
     _strided(q, (tokens, hq, dim), dtype)
-    _strided(k_buffer, (slots, hk, dim), dtype)
-    _strided(v_buffer, (slots, hk, dim_vo), dtype)
+    pool_dtype = dtype if k_scale is None else torch.uint8
+    _strided(k_buffer, (slots, hk, dim), pool_dtype)
+    _strided(v_buffer, (slots, hk, dim_vo), pool_dtype)
     _strided(k_new, (len(k_new), hk, dim), dtype)
     _strided(v_new, (len(k_new), hk, dim_vo), dtype)
     _index(req_to_token, tuple(req_to_token.shape))
@@ -71,29 +81,40 @@ def _attend(
     _dense(part_o, (partials, hq, dim_vo), torch.float32)
     _dense(part_lse, (partials, hq), torch.float32)
     assert partials >= 1 and len(items) >= 1
-    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, reserved in items.tolist():
+    if mask is not None:
+        _dense(mask, (len(mask),), torch.uint8)
+        _index(mask_start, (batch,))
+        _index(mask_width, (batch,))
+    k_pool, v_pool = _pool(k_buffer, k_scale), _pool(v_buffer, v_scale)
+    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, first_new in items.tolist():
         if padding and q_len == 0:
             continue
-        assert 1 <= q_len <= block_q and reserved == 0 and kv_begin >= 0 and kv_len >= 0
+        assert 1 <= q_len <= block_q and kv_begin >= 0 and kv_len >= 0
         for i in range(q_len):
             position = pos + i
             keys = [j for j in range(kv_begin, kv_begin + kv_len) if position - window < j <= position + lookahead]
+            if mask is not None:
+                assert prefix in (first_new, 2**30)
+                row = int(mask_start[request]) + (position - first_new) * int(mask_width[request])
+                for j in keys:
+                    assert j < first_new or 0 <= row + j - first_new < len(mask)
+                keys = [j for j in keys if j < first_new or mask[row + j - first_new]]
             table = req_to_token[int(req_pool_indices[request])]
             rows_k, rows_v = [], []
             for j in keys:
                 if j < prefix:
                     slot = int(table[int(kv_start[request]) + j])
                     assert 0 <= slot < slots, slot
-                    rows_k.append(k_buffer[slot])
-                    rows_v.append(v_buffer[slot])
+                    rows_k.append(k_pool[slot])
+                    rows_v.append(v_pool[slot])
                 else:
                     assert 0 <= j + new_row < len(k_new)
                     rows_k.append(k_new[j + new_row])
                     rows_v.append(v_new[j + new_row])
             for h in range(hq):
                 if keys:
-                    key = torch.stack([row[h // group] for row in rows_k]).double()
-                    value = torch.stack([row[h // group] for row in rows_v]).double()
+                    key = torch.stack([row[h // group].double() for row in rows_k])
+                    value = torch.stack([row[h // group].double() for row in rows_v])
                 else:
                     key, value = torch.zeros(0, dim).double(), torch.zeros(0, dim_vo).double()
                 raw = key @ q[q_row + i, h].double()
@@ -128,10 +149,13 @@ def merge(part_o, part_lse, rows, sinks, out, lse, padding=False):
             out[row, h], lse[row, h] = row_out.to(out.dtype), row_lse
 
 
-def write_kv(x, buffer, loc):
+def write_kv(x, buffer, loc, scale=None):
     """`write_kv` of the interface."""
-    _strided(x, (len(x), *buffer.shape[1:]), buffer.dtype)
-    _strided(buffer, tuple(buffer.shape), x.dtype)
+    _strided(x, (len(x), *buffer.shape[1:]), x.dtype)
+    _strided(buffer, tuple(buffer.shape), x.dtype if scale is None else torch.uint8)
+    if scale is not None:
+        # torch makes NaN of what lies beyond the largest number.
+        x = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     _index(loc, (len(x),))
     for t, slot in enumerate(loc.tolist()):
         if slot >= 0:
@@ -204,13 +228,19 @@ class ModelStore:
             plan = self.plan | {"block_q": 1}
 
             def function(q, k_buffer, v_buffer, *rest):
-                _attend(q, k_buffer, v_buffer, k_buffer, v_buffer, *rest, block_q=1, padding=self.padding)
+                none = q.new_empty(0, k_buffer.shape[1], q.shape[2]), q.new_empty(0, *v_buffer.shape[1:])
+                _attend(q, k_buffer, v_buffer, *none, *rest, block_q=1, padding=self.padding)
 
         elif workload.operator == "paged_extend":
             plan = self.plan
 
             def function(*arguments):
-                _attend(*arguments, block_q=self.plan["block_q"], padding=self.padding)
+                mask = {}
+                if workload.tree:  # between the tensors and the scalars
+                    mask = dict(zip(("mask", "mask_start", "mask_width"), arguments[14:17], strict=True))
+                    arguments = (*arguments[:14], *arguments[17:])
+                assert len(arguments) == (21 if workload.kv_dtype else 19)
+                _attend(*arguments, **mask, block_q=self.plan["block_q"], padding=self.padding)
 
         else:
             function = {

@@ -149,6 +149,8 @@ VERIFIED: dict[str, tuple[Paged | Lightning, ...]] = {
 
 def check_operator(workload: Workload) -> None:
     """Raises ValueError unless the workload's operator is one that has cases and its sizes are static."""
+    if workload.tree:
+        raise ValueError(f"{workload.name}: there is nothing to search; a tree's kernel is built as it is by default")
     if workload.operator not in OPERATORS or workload.general:
         raise ValueError(
             f"{workload.name}: there is nothing to search; expected a specialised workload of {', '.join(OPERATORS)}"
@@ -248,9 +250,6 @@ class PagedCase:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=draw, device=device).to(dtype)
 
-        def zeros(*shape: int) -> torch.Tensor:
-            return pool_zeros(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-
         def shuffled(count: int) -> torch.Tensor:
             return torch.randperm(count, generator=draw, device=device)
 
@@ -258,12 +257,13 @@ class PagedCase:
         pooled = [prefix + new if self._decode else prefix for prefix, new in lengths.requests]
         slots = sum(pooled) + 64
         self._q = normal(tokens, heads, dim)
-        self._k_buffer = zeros(slots, kv_heads, dim).fill_(math.nan)
+        self._k_buffer = pool_zeros((slots, kv_heads, dim), dtype, device).fill_(math.nan)
         latent = _is_latent(workload)
         if latent:
             self._v_buffer = self._k_buffer[..., :dim_v]
         else:
-            self._v_buffer = zeros(slots, kv_heads, dim_v).fill_(math.nan)
+            self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype, device).fill_(math.nan)
+        self._scales = (0.75, 0.5) if workload.kv_dtype else ()
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
@@ -286,6 +286,9 @@ class PagedCase:
             self._k_buffer[mine] = normal(length, kv_heads, dim)
             if not latent:
                 self._v_buffer[mine] = normal(length, kv_heads, dim_v)
+            if self._scales:
+                for pool, scale in zip((self._k_buffer, self._v_buffer), self._scales, strict=True):
+                    pool[mine] = _codes(pool[mine], scale).to(dtype) * scale  # exact: so few bits fit bf16
             self._req_to_token[rows_of_table[index], :length] = mine.to(torch.int32)
             if not oracle:
                 rows = slice(row, row + new)
@@ -301,14 +304,17 @@ class PagedCase:
             self._ask_oracle()
         self.flops = 2.0 * pairs * heads * (dim + dim_v)
         row = dim if latent else dim + dim_v
-        self.bytes = float((keys_read * kv_heads * row + tokens * heads * (dim + dim_v)) * dtype.itemsize)
-        self._pools = [(self._k_buffer, self._v_buffer)]
-        cold = COLD_BYTES.get(get_target(target).family, 0)
+        pools = self._k_buffer, self._v_buffer
+        if self._scales:
+            codes = (_codes(pool, scale) for pool, scale in zip(pools, self._scales, strict=True))
+            pools = tuple(code.view(torch.uint8) for code in codes)
+        self.bytes = float(keys_read * kv_heads * row * pools[0].itemsize)
+        self.bytes += float(tokens * heads * (dim + dim_v) * dtype.itemsize)
+        self._pools = [pools]
         if self._decode and not oracle:
-            for _ in range(math.ceil(cold / self.bytes) - 1):
-                k, v = (zeros(*x.shape) for x in (self._k_buffer, self._v_buffer))
-                k.copy_(self._k_buffer)
-                self._pools.append((k, k[..., :dim_v] if latent else v.copy_(self._v_buffer)))
+            for _ in range(math.ceil(COLD_BYTES.get(get_target(target).family, 0) / self.bytes) - 1):
+                k, v = (pool_zeros(pool.shape, pool.dtype, device).copy_(pool) for pool in pools)
+                self._pools.append((k, k[..., :dim_v] if latent else v))
         # One order for all candidates: in turns of their own they would follow each other through warm pools.
         self._next_pool = itertools.cycle(self._pools).__next__
 
@@ -352,7 +358,7 @@ class PagedCase:
             *keys_new,
             self._req_to_token, self._req_pool_indices, planned.zeros, work.items, self._sinks,
             self._out, self._lse, work.part_o, work.part_lse,
-            self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0,
+            self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0, *self._scales,
         )  # fmt: skip
 
         def call() -> None:
@@ -373,6 +379,10 @@ class PagedCase:
         return worst(
             excess(self._out, self._expected, tolerance), lse_error(self._lse, self._expected_lse) / tolerance.lse
         )
+
+
+def _codes(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+    return (numbers.float() / scale).to(torch.float8_e4m3fn)
 
 
 def causal_attention(

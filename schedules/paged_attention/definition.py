@@ -15,13 +15,14 @@ from tvm.ir import Range
 from tvm.ir.expr import Var
 
 from tilewright.schedules import lowering
+from tilewright.schedules.e4m3 import HALF_UNIT, half_of_e4m3
 from tilewright.schedules.vector_math import LN_2, LOG2_E, exp2, exp2_short, f32, isnan, log2, negative_infinity, tanh
 from tilewright.schedules.workload import Workload
 
 TVM_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32"}
 
 # Columns of `items` (docs/kernel-abi.md).
-REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART = range(9)
+REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, FIRST_NEW = range(10)
 ITEM_COLUMNS = 10
 
 
@@ -137,6 +138,28 @@ def masked(score: tirx.Expr, position: tirx.Expr, lo: tirx.Expr, hi: tirx.Expr) 
     return tirx.Select(tirx.And(position > lo, position <= hi), score, negative_infinity())
 
 
+def sees_new(
+    mask: Any, start: tirx.Expr, width: tirx.Expr, token: tirx.Expr, position: tirx.Expr, first_new: tirx.Expr
+) -> tirx.Expr:
+    """Whether the mask of a tree of drafts lets a new token see a key: every key before the first new one, and others.
+
+    Args:
+        mask: [n] uint8: row `token` of the request begins at start + token * width, its columns are new tokens.
+        start: of the request.
+        width: of a row.
+        token: number of the query among the request's new tokens, within them.
+        position: of the key, at most that of the last.
+        first_new: position of the request's first new token.
+    """
+    # A branch, not a select: the prefix has no columns, and vectors over queries gather.
+    allowed = tirx.if_then_else(
+        position < first_new,
+        tirx.const(1, "uint8"),
+        mask[i64(start) + i64(token) * i64(width) + i64(position) - i64(first_new)],
+    )
+    return allowed != tirx.const(0, "uint8")
+
+
 def finite_or_zero(maximum: tirx.Expr) -> tirx.Expr:
     """What to subtract from exponents whose maximum this is."""
     # -inf - -inf is NaN: rows without a visible key are shifted by 0 instead.
@@ -156,11 +179,15 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     Returns:
         An s_tir function with the arguments of docs/kernel-abi.md in call order and these blocks, to be scheduled:
         slot (of a key; decode), Qg, Kg, Vg (gathered rows), Qf, Kf, Vf (the same in f32), bound_lo, bound_hi (visible
-        positions of a row), S (scores), X (options and mask applied), m, P, l, O (one chunk), acc (the monoid over
-        chunks), F (normaliser), lse_row, store.
+        positions of a row), token (number of a row's query among the new ones; tree), S (scores), X (options and mask
+        applied), m, P, l, O (one chunk), acc (the monoid over chunks), F (normaliser), lse_row, store.
+
+        With an fp8 pool, decode's Kf and Vf are in units of HALF_UNIT * scale, and the scores and F make up for it; in
+        extend, where a row may not be of the pool, Kg and Vg are the rows themselves in f32.
     """
     extend = workload.operator == "paged_extend"
     dtype = TVM_DTYPE[workload.dtype]
+    fp8 = workload.kv_dtype is not None
     # Every extent is int64, constants too: TVM wants one index type a buffer, and addresses are 64-bit.
     G, D, Dv, Hk, W, T, C, M = (
         i64(size)
@@ -181,8 +208,8 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
 
     q = te.placeholder((T, Hq, D), dtype, name="q")
-    k_buffer = te.placeholder((slots, Hk, D), dtype, name="k_buffer")
-    v_buffer = te.placeholder((slots, Hk, Dv), dtype, name="v_buffer")
+    k_buffer = te.placeholder((slots, Hk, D), "uint8" if fp8 else dtype, name="k_buffer")
+    v_buffer = te.placeholder((slots, Hk, Dv), "uint8" if fp8 else dtype, name="v_buffer")
     k_new = te.placeholder((new, Hk, D), dtype, name="k_new")
     v_new = te.placeholder((new, Hk, Dv), dtype, name="v_new")
     req_to_token = te.placeholder((rows, columns), "int32", name="req_to_token")
@@ -194,22 +221,33 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     lse = te.placeholder((T, Hq), "float32", name="lse")
     part_o = te.placeholder((partials, Hq, Dv), "float32", name="part_o")
     part_lse = te.placeholder((partials, Hq), "float32", name="part_lse")
+    mask = te.placeholder((tirx.Var("mask_size", "int64"),), "uint8", name="mask")
+    mask_start = te.placeholder((requests,), "int32", name="mask_start")
+    mask_width = te.placeholder((requests,), "int32", name="mask_width")
     scale_log2, cap_log2, scale_over_cap = (
         tirx.Var(name, "float32") for name in ("scale_log2", "cap_log2", "scale_over_cap")
     )
     window, lookahead = tirx.Var("window", "int32"), tirx.Var("lookahead", "int32")
+    k_scale, v_scale = tirx.Var("k_scale", "float32"), tirx.Var("v_scale", "float32")
 
     table = PageTable(items, req_to_token, req_pool_indices, kv_start, window, C)
 
-    def gather(buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int) -> te.Tensor:
+    def f32_of(element: tirx.Expr) -> tirx.Expr:
+        """Of an element of a pool, in units of HALF_UNIT * scale where it is fp8."""
+        return (half_of_e4m3(element) if fp8 else element).astype("float32")
+
+    def gather(
+        buffer: te.Tensor, fresh: te.Tensor, name: str, width: tirx.Expr | int, pool_scale: tirx.Expr
+    ) -> te.Tensor:
         def row(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, d: tirx.Expr) -> tirx.Expr:
             if not extend:
                 return buffer[slot[w, c, t].astype("int64"), h, d]
             j = table.position(w, table.offset(w, c, t))
             paged = buffer[table.slot(w, j), h, d]
-            return tirx.if_then_else(
-                j < items[w, PREFIX].astype("int64"), paged, fresh[j + items[w, NEW_ROW].astype("int64"), h, d]
-            )
+            new_row = fresh[j + items[w, NEW_ROW].astype("int64"), h, d]
+            if fp8:
+                paged, new_row = f32_of(paged) * (pool_scale * f32(HALF_UNIT)), new_row.astype("float32")
+            return tirx.if_then_else(j < items[w, PREFIX].astype("int64"), paged, new_row)
 
         return te.compute((W, Hk, chunks, C, width), row, name=name)
 
@@ -230,10 +268,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
         name="Qg",
     )
     Qf = te.compute((W, Hk, M, D), lambda *x: Qg(*x).astype("float32"), name="Qf")
-    Kg = gather(k_buffer, k_new, "Kg", D)
-    Kf = te.compute((W, Hk, chunks, C, D), lambda *x: Kg(*x).astype("float32"), name="Kf")
-    Vg = gather(v_buffer, v_new, "Vg", Dv)
-    Vf = te.compute((W, Hk, chunks, C, Dv), lambda *x: Vg(*x).astype("float32"), name="Vf")
+    widened = (lambda element: element.astype("float32")) if extend else f32_of
+    Kg = gather(k_buffer, k_new, "Kg", D, k_scale)
+    Kf = te.compute((W, Hk, chunks, C, D), lambda *x: widened(Kg(*x)), name="Kf")
+    Vg = gather(v_buffer, v_new, "Vg", Dv, v_scale)
+    Vf = te.compute((W, Hk, chunks, C, Dv), lambda *x: widened(Vg(*x)), name="Vf")
 
     # Visible key positions of row r: bound_lo < position <= bound_hi.
     def bounds(w: tirx.Expr, r: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
@@ -242,6 +281,11 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     bound_lo = te.compute((W, Hk, M), lambda w, h, r: bounds(w, r)[0], name="bound_lo")
     bound_hi = te.compute((W, Hk, M), lambda w, h, r: bounds(w, r)[1], name="bound_hi")
+    token = te.compute(
+        (W, Hk, M),
+        lambda w, h, r: items[w, POS] - items[w, FIRST_NEW] + query_token(w, r).astype("int32"),
+        name="token",
+    )
 
     d = te.reduce_axis((i64(0), D), "d")
     S = te.compute(
@@ -249,9 +293,18 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
 
     def options(w: tirx.Expr, h: tirx.Expr, c: tirx.Expr, t: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        position = items[w, KV_BEGIN] + table.offset(w, c, t).astype("int32")
-        transformed = score(S[w, h, c, t, r], scale_log2, cap_log2, scale_over_cap)
-        return masked(transformed, position, bound_lo[w, h, r], bound_hi[w, h, r])
+        offset = table.offset(w, c, t)
+        position = items[w, KV_BEGIN] + offset.astype("int32")
+        unit = k_scale * f32(HALF_UNIT)
+        scales = (scale_log2 * unit, scale_over_cap * unit) if fp8 and not extend else (scale_log2, scale_over_cap)
+        transformed = score(S[w, h, c, t, r], scales[0], cap_log2, scales[1])
+        logit = masked(transformed, position, bound_lo[w, h, r], bound_hi[w, h, r])
+        if not workload.tree:
+            return logit
+        request = items[w, REQUEST].astype("int64")
+        place = mask_start[request], mask_width[request], token[w, h, r]
+        seen = sees_new(mask, *place, table.position(w, offset), items[w, FIRST_NEW].astype("int64"))
+        return tirx.Select(seen, logit, negative_infinity())
 
     X = te.compute((W, Hk, chunks, C, M), options, name="X")
     power = exp2 if workload.dtype == "f32" else exp2_short
@@ -280,7 +333,8 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
 
     def row_normaliser(w: tirx.Expr, h: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
         extra = tirx.Select(items[w, PART] < 0, sink[w, h, r], negative_infinity())
-        return normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], extra)
+        factor = normaliser(acc_m[w, h, r, i64(0)], acc_l[w, h, r, i64(0)], extra)
+        return factor * (v_scale * f32(HALF_UNIT)) if fp8 and not extend else factor
 
     F = te.compute((W, Hk, M), row_normaliser, name="F")
     lse_row = te.compute(
@@ -288,13 +342,14 @@ def paged_attention(workload: Workload, shape: PagedShape) -> tirx.PrimFunc:
     )
 
     inputs = [q, k_buffer, v_buffer, *((k_new, v_new) if extend else ()), req_to_token, req_pool_indices, kv_start]
-    inputs += [items, sinks, out, lse, part_o, part_lse]
-    func = te.create_prim_func([*inputs, scale_log2, cap_log2, scale_over_cap, window, lookahead, acc_o, F, lse_row])
+    inputs += [items, sinks, out, lse, part_o, part_lse, *((mask, mask_start, mask_width) if workload.tree else ())]
+    scalars = [scale_log2, cap_log2, scale_over_cap, window, lookahead, *((k_scale, v_scale) if fp8 else ())]
+    func = te.create_prim_func([*inputs, *scalars, acc_o, F, lse_row])
     func = lowering.append_block(
         func, "store", ("acc.v2", "F", "lse_row"), {"w": W, "h": Hk}, _store_rows(shape, dtype)
     )
     dense = {"q", "k_buffer", "v_buffer", "k_new", "v_new", "out"}
-    free = {"req_to_token", "req_pool_indices", "kv_start", "lse"}
+    free = {"req_to_token", "req_pool_indices", "kv_start", "lse", "mask_start", "mask_width"}
     present = {p.name for p in func.params if tirx.is_buffer_var(p)}
     func = lowering.strided_parameters(
         func, {name: True for name in dense & present} | {name: False for name in free & present}

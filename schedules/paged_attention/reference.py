@@ -69,6 +69,9 @@ def extend(
     sinks: NDArray | None = None,
     kv_start: NDArray | None = None,
     kv_lens: NDArray | None = None,
+    tree_mask: list[NDArray] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Array, Array]:
     """Attention of new tokens over prefix and new keys.
 
@@ -90,6 +93,9 @@ def extend(
         sinks: [Hq] or None.
         kv_start: [B] or None.
         kv_lens: [B]: cross attention over these many keys, no causal rule.
+        tree_mask: for each request [new, new]: which new keys a new token may see; None = all.
+        k_scale: what the buffer's keys are multiplied by.
+        v_scale: what its values are multiplied by.
 
     Returns:
         out [T, Hq, Dv] and lse [T, Hq], float64; NaN in rows that belong to no request.
@@ -117,14 +123,16 @@ def extend(
                     for j in range(int(seq_lens[b]))
                     if (not causal or j <= position) and (window == 0 or j > position - window)
                 ]
+            if tree_mask is not None:
+                visible = [j for j in visible if j < prefix or tree_mask[b][i, j - prefix]]
             for h in range(num_qo_heads):
                 head = h // (num_qo_heads // num_kv_heads)
                 keys, values = [], []
                 for j in visible:
                     if k_new is None or v_new is None or j < prefix:
                         slot = int(req_to_token[int(req_pool_indices[b]), column + j])
-                        keys.append(k_buffer[slot, head].astype(np.float64))
-                        values.append(v_buffer[slot, head].astype(np.float64))
+                        keys.append(k_scale * k_buffer[slot, head].astype(np.float64))
+                        values.append(v_scale * v_buffer[slot, head].astype(np.float64))
                     else:
                         keys.append(k_new[start + j - prefix, head].astype(np.float64))
                         values.append(v_new[start + j - prefix, head].astype(np.float64))
@@ -154,6 +162,8 @@ def decode(
     window: int = 0,
     sinks: NDArray | None = None,
     kv_start: NDArray | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Array, Array]:
     """Attention of one token per request, the last of its seq_lens[b] keys; arguments as in `extend`.
 
@@ -176,6 +186,8 @@ def decode(
         sinks=sinks,
         kv_start=kv_start,
         kv_lens=kv_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -211,3 +223,32 @@ def write(x: NDArray, buffer: NDArray, loc: NDArray) -> NDArray:
         if int(loc[t]) >= 0:
             result[int(loc[t])] = x[t]
     return result
+
+
+def e4m3_values() -> Array:
+    """[256]: the number of each e4m3fn code; sign, four exponent bits of bias 7, three of the mantissa."""
+    values = np.zeros(256)
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        value = math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+        if code & 0x7F == 0x7F:
+            value = math.nan
+        values[code] = -value if code & 0x80 else value
+    return values
+
+
+def e4m3_codes(x: NDArray) -> NDArray[np.uint8]:
+    """The code nearest to each number, ties to the even code; the largest code beyond it; NaN gives 0x7f or 0xff."""
+    numbers = e4m3_values()[:0x7F]
+    codes = np.zeros(x.shape, np.uint8)
+    for place, value in np.ndenumerate(x.astype(np.float64)):
+        distance = np.abs(numbers - abs(value)) if abs(value) < 448 else np.abs(numbers - 448)
+        nearest = np.flatnonzero(distance == distance.min()) if not math.isnan(value) else np.array([0x7F])
+        code = nearest[nearest % 2 == 0][0] if len(nearest) > 1 else nearest[0]
+        codes[place] = code | (0x80 if np.signbit(value) else 0)
+    return codes
+
+
+def write_fp8(x: NDArray, buffer: NDArray, loc: NDArray, scale: float) -> NDArray:
+    """As `write` into a pool of e4m3 codes (uint8) with a scale; the quotient is of float32."""
+    return write(e4m3_codes(x.astype(np.float32) / np.float32(scale)), buffer, loc)

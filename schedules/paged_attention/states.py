@@ -8,6 +8,7 @@ from tvm import te, tirx
 from tvm.ir.expr import Var
 
 from tilewright.schedules import lowering
+from tilewright.schedules.e4m3 import e4m3_of
 from tilewright.schedules.paged_attention.definition import (
     TVM_DTYPE,
     finite_or_zero,
@@ -93,7 +94,7 @@ def merge(workload: Workload) -> tirx.PrimFunc:
 
 
 def write_kv(workload: Workload) -> tirx.PrimFunc:
-    """Copy rows into the slots of a pool: buffer[loc[t]] = x[t], slot -1 skipped.
+    """Copy rows into the slots of a pool: buffer[loc[t]] = x[t], or e4m3(x[t] / scale); slot -1 is skipped.
 
     Args:
         workload: operator "write_kv".
@@ -104,15 +105,20 @@ def write_kv(workload: Workload) -> tirx.PrimFunc:
     dtype = TVM_DTYPE[workload.dtype]
     T, S, H, D = (tirx.Var(name, "int64") for name in ("num_tokens", "slots", "num_heads", "head_dim"))
     x = te.placeholder((T, H, D), dtype, name="x")
-    buffer = te.placeholder((S, H, D), dtype, name="buffer")
+    fp8 = workload.kv_dtype is not None
+    buffer = te.placeholder((S, H, D), "uint8" if fp8 else dtype, name="buffer")
     loc = te.placeholder((T,), "int32", name="loc")
-    func = te.create_prim_func([x, buffer, loc])
+    scale = tirx.Var("scale", "float32")
+    func = te.create_prim_func([x, buffer, loc, *([scale] if fp8 else ())])
 
     def store(buffers: Mapping[str, Var], axes: Mapping[str, Var]) -> lowering.Block:
         t, h = axes["t"], axes["h"]
         d = tirx.Var("d", "int64")
         slot = buffers["loc"][t]
-        copy = tirx.BufferStore(buffers["buffer"], buffers["x"][t, h, d], [slot.astype("int64"), h, d])
+        value = buffers["x"][t, h, d]
+        if fp8:
+            value = e4m3_of(value.astype("float32") / scale)
+        copy = tirx.BufferStore(buffers["buffer"], value, [slot.astype("int64"), h, d])
         stmt = tirx.IfThenElse(slot >= 0, loop(d, D, copy), None)
         reads = [region(buffers["x"], [(t, 1), (h, 1), (0, D)]), region(buffers["loc"], [(t, 1)])]
         return stmt, reads, [region(buffers["buffer"], [(0, S), (h, 1), (0, D)])]

@@ -8,7 +8,7 @@ from tilewright.schedules import lowering
 from tilewright.schedules.lowering import TRIP
 from tilewright.schedules.paged_attention import states
 from tilewright.schedules.paged_attention.definition import PagedShape, paged_attention
-from tilewright.schedules.spaces.paged_x86_loops import block, finish, parallel_items
+from tilewright.schedules.spaces.paged_x86_loops import block, finish, parallel_items, row_stages
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -25,7 +25,7 @@ def schedule_general(workload: Workload, shape: PagedShape, decisions: dict[str,
     sch.reorder(chunk, row, column)
     for name in ("O", "Vf", "l", "P", "m", "X", "S", "Kf"):
         sch.compute_at(block(sch, name), chunk, preserve_unit_loops=True)
-    for name in ("bound_lo", "bound_hi", "Qf"):
+    for name in row_stages(workload):
         sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
     for name in ("Vg", "Kg", "Qg"):
         sch.compute_inline(block(sch, name))

@@ -10,6 +10,7 @@ from tilewright.schedules import lowering
 from tilewright.schedules.lowering import TRIP
 from tilewright.schedules.paged_attention.definition import KV_LEN, PagedShape, PageTable
 from tilewright.schedules.softmax_rows import fold_by_row
+from tilewright.schedules.workload import Workload
 
 BUFFER = "tilewright.prefetch_buffer"
 
@@ -26,6 +27,11 @@ def parallel_items(sch: s_tir.Schedule) -> Any:
     fused = sch.fuse(w, h)
     sch.parallel(fused)
     return fused
+
+
+def row_stages(workload: Workload) -> tuple[str, ...]:
+    """The blocks that are computed once an item for its query rows."""
+    return ("bound_lo", "bound_hi", *(("token",) if workload.tree else ()), "Qf")
 
 
 def vectorize_last(sch: s_tir.Schedule, lanes: int, *names: str) -> None:

@@ -18,7 +18,9 @@ WRONG = [
     ("q", lambda x: x.half(), TypeError, "k_buffer: got torch.float32, expected torch.float16"),
     ("q", lambda x: x[..., :7], ValueError, r"k_buffer: got shape \[22, 2, 8\], expected \[22, 2, 7\]"),
     ("q", lambda x: x.requires_grad_(), ValueError, "q: requires a gradient"),
-    ("k_buffer", lambda x: x.to(torch.float8_e4m3fn), NotImplementedError, "k_buffer.*fp8"),
+    ("k_buffer", lambda x: x.to(torch.float8_e5m2), NotImplementedError, "k_buffer: got torch.float8_e5m2; .*e4m3fn"),
+    ("k_buffer", lambda x: x.to(torch.float8_e4m3fn), TypeError, "v_buffer: got torch.float32.*float8_e4m3fn"),
+    ("v_buffer", lambda x: x.to(torch.float8_e4m3fn), TypeError, "v_buffer: got torch.float8_e4m3fn.*float32"),
     ("k_buffer", lambda x: x.requires_grad_(), ValueError, "k_buffer: requires a gradient"),
     ("k_buffer", lambda x: x.to("meta"), ValueError, "k_buffer: got device meta"),
     ("k_buffer", lambda x: x.numpy(), TypeError, "k_buffer: got ndarray"),
@@ -50,8 +52,13 @@ def test_wrong_tensors(model, name, change, error, message):
     ({"window": -1}, ValueError, "window: got -1"),
     ({"logit_cap": -1.0}, ValueError, "logit_cap: got -1"),
     ({"page_size": 0}, ValueError, "page_size: got 0"),
-    ({"k_scale": 0.5}, NotImplementedError, "k_scale"),
-    ({"v_scale": 2.0}, NotImplementedError, "v_scale"),
+    ({"k_scale": 0.5}, ValueError, "k_scale: got 0.5 with a pool of torch.float32"),
+    ({"v_scale": 2.0}, ValueError, "v_scale: got 2.0 with a pool of torch.float32"),
+    ({"k_scale": 0.0}, ValueError, "k_scale: got 0.0, expected 1e-15 <= k_scale"),
+    ({"v_scale": math.nan}, ValueError, "v_scale: got nan"),
+    ({"k_scale": [1]}, TypeError, "k_scale: got"),
+    ({"k_scale": torch.ones(2)}, ValueError, r"k_scale: got shape \[2\], expected one number"),
+    ({"v_scale": torch.ones(1, device="meta")}, ValueError, "v_scale: got a tensor on meta, expected a Python float"),
     ({"sinks": torch.zeros(3)}, ValueError, "sinks: got shape"),
     ({"sinks": torch.zeros(4, dtype=torch.float16)}, TypeError, "sinks: got torch.float16"),
     ({"out": torch.zeros(2, 4, 7)}, ValueError, "out: got shape"),
@@ -153,10 +160,41 @@ def test_negated_views_count_as_their_values(model, name):
     check(batch, expected=expected)
 
 
-def test_tree_mask_and_half_of_k_v(model):
+@pytest.mark.parametrize(("mask", "error", "message"), [
+    (torch.ones(16), TypeError, "tree_mask: got torch.float32, expected torch.bool or torch.uint8"),
+    ([True] * 16, TypeError, "tree_mask: got list"),
+    (torch.ones(16, dtype=torch.bool, device="meta"), ValueError, "tree_mask: got device meta"),
+    (torch.ones(17, dtype=torch.bool), ValueError,
+     r"tree_mask: got 17 elements, expected 25 \(new x new .*\) or 75 \(new tokens x keys"),
+])  # fmt: skip
+def test_wrong_masks(model, mask, error, message):
+    batch = make_paged_batch([5, 10], [4, 3])
+    with pytest.raises(error, match=message):
+        extend_attention(*batch.extend_arguments(), tree_mask=mask)
+    assert model.calls == []
+
+
+def test_masks_where_they_have_no_meaning(model):
+    batch = make_paged_batch([5, -2], [4, 3], from_pool=True)
+    with pytest.raises(ValueError, match="extend_seq_lens: got more than seq_lens, expected no more with a tree_mask"):
+        extend_attention(*batch.extend_arguments(), tree_mask=torch.ones(25, dtype=torch.bool))
+    with pytest.raises(ValueError, match="tree_mask: got a tensor with kv_lens"):
+        extend_attention(*batch.extend_arguments(), tree_mask=torch.ones(25, dtype=torch.bool),
+                         kv_lens=torch.tensor([3, 1]))  # fmt: skip
+    assert model.calls == []
+
+
+def test_new_keys_beside_an_fp8_pool_in_batch_invariant_mode(model):
+    """A key would be another number in the chunk that brings it than in the next."""
     batch = make_paged_batch([5], [4])
-    with pytest.raises(NotImplementedError, match="tree_mask"):
-        extend_attention(*batch.extend_arguments(), tree_mask=torch.ones(16, dtype=torch.bool))
+    batch.k_buffer, batch.v_buffer = (x.to(torch.float8_e4m3fn) for x in (batch.k_buffer, batch.v_buffer))
+    with pytest.raises(ValueError, match=r"k, v: got new keys beside an fp8 pool.*write_kv"):
+        extend_attention(*batch.extend_arguments(), batch_invariant=True)
+    assert model.calls == []
+
+
+def test_half_of_k_v(model):
+    batch = make_paged_batch([5], [4])
     batch.v = None
     with pytest.raises(ValueError, match="k, v: got one of the two"):
         extend_attention(*batch.extend_arguments())
