@@ -304,7 +304,7 @@ class PagedCase:
             self._ask_oracle()
         self.flops = 2.0 * pairs * heads * (dim + dim_v)
         row = dim if latent else dim + dim_v
-        pools = self._k_buffer, self._v_buffer
+        pools: tuple[torch.Tensor, ...] = self._k_buffer, self._v_buffer
         if self._scales:
             codes = (_codes(pool, scale) for pool, scale in zip(pools, self._scales, strict=True))
             pools = tuple(code.view(torch.uint8) for code in codes)
@@ -352,7 +352,9 @@ class PagedCase:
         }
         planned = plan_decode(keys, **sizes) if self._decode else plan_extend(keys, new, **sizes)
         work = planned.work(Tiling(**plan), OFF, self._decode)
-        self._part_o, self._part_lse = work.part_o, work.part_lse
+        # Behind the partial states there may be counters, which are 0 between calls.
+        states = work.buffers.capacity[2]
+        self._part_o, self._part_lse = work.part_o[:states], work.part_lse[:states]
         keys_new = () if self._decode else (self._k_new, self._v_new)
         arguments = (
             *keys_new,

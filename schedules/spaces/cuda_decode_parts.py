@@ -1,0 +1,176 @@
+# mypy: ignore-errors
+# (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
+"""What the decode kernels for CUDA share: their parameters, and how the pieces of a split row are joined."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from tilewright.schedules.intrinsics.cuda import (
+    address,
+    arrived_last,
+    exp2,
+    load_fresh,
+    load_fresh_four,
+    log2,
+    store_word,
+    strided,
+)
+from tilewright.schedules.paged_attention.definition import (
+    ITEM_COLUMNS,
+    Q_ROW,
+    TVM_DTYPE,
+    finite_or_zero,
+    natural_lse,
+    normaliser,
+)
+from tilewright.schedules.vector_math import LOG2_E
+from tilewright.schedules.workload import Workload
+
+# Columns of an item that decode has for itself: the first and the number of the pieces of its row, and 1 + the number of
+# the row's counter, 0 where the merge kernel joins them.
+FIRST_PIECE, PIECES, COUNTER = 6, 7, 9
+MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+_NEG = float("-inf")
+_JOINED = 8  # pieces that a thread has under way at a time
+
+
+def pitch(dim: int) -> int:
+    """Elements from one row of a tile in shared memory to the next."""
+    return dim if dim % 64 == 0 else dim + 8
+
+
+def place(row: tirx.Expr, chunk: tirx.Expr, dim: int) -> tirx.Expr:
+    """Where the 16-byte chunk of a row lies in a tile, in elements: eight rows' chunks never share a bank."""
+    if dim % 64 == 0:
+        return row * dim + (chunk ^ (row % 8)) * 8
+    return row * pitch(dim) + chunk * 8
+
+
+class Parameters(NamedTuple):
+    """The tensors of docs/kernel-abi.md by their names there.
+
+    heads, W, partials: KV heads, items, rows of the partial states. viewed: whether values are the keys' first columns.
+    """
+
+    q: tirx.Var
+    k_buffer: tirx.Var
+    v_buffer: tirx.Var
+    req_to_token: tirx.Var
+    req_pool_indices: tirx.Var
+    kv_start: tirx.Var
+    items: tirx.Var
+    sinks: tirx.Var
+    out: tirx.Var
+    lse: tirx.Var
+    part_o: tirx.Var
+    part_lse: tirx.Var
+    heads: tirx.Var
+    W: tirx.Var
+    partials: tirx.Var
+    viewed: tirx.Expr
+
+
+def parameters(workload: Workload, *handles: tirx.Var) -> Parameters:
+    """Declare the tensors of the decode function under construction, whose handles these are in call order."""
+    G, D, Dv, dtype = workload.group, workload.head_dim_qk, workload.head_dim_vo, TVM_DTYPE[workload.dtype]
+    pool_dtype = "uint8" if workload.kv_dtype else dtype
+    names = ("tokens", "heads", "slots", "table_rows", "table_columns", "requests", "W", "partials")
+    tokens, heads, slots, table_rows, columns, requests, W, partials = (tirx.Var(name, "int64") for name in names)
+    strides = {}
+
+    def tensor(name, handle, shape, dtype="float32", align=4, free=0):
+        """With free strides in the first `free` dimensions, dense in the others."""
+        extra = {}
+        if free:
+            own = [tirx.Var(f"{name}_{axis}", "int64") for axis in range(free)] + [1] * (len(shape) - free)
+            extra = {"strides": own, "layout": strided(tuple(shape), tuple(own))}
+            strides[name] = own
+        buffer = T.match_buffer(handle, shape, dtype, align=align, **extra)
+        IRBuilder.name(name, buffer)
+        return buffer
+
+    q, k, v, table, pool, start, items, sinks, out, lse, part_o, part_lse = handles
+    tensors = (
+        tensor("q", q, (tokens, heads * G, D), dtype, free=2),
+        tensor("k_buffer", k, (slots, heads, D), pool_dtype, 16, free=2),
+        tensor("v_buffer", v, (slots, heads, Dv), pool_dtype, 16, free=2),
+        tensor("req_to_token", table, (table_rows, columns), "int32", free=2),
+        tensor("req_pool_indices", pool, (requests,), "int32", free=1),
+        tensor("kv_start", start, (requests,), "int32", free=1),
+        tensor("items", items, (W, ITEM_COLUMNS), "int32"),
+        tensor("sinks", sinks, (heads * G,)),
+        tensor("out", out, (tokens, heads * G, Dv), dtype, free=2),
+        tensor("lse", lse, (tokens, heads * G), free=2),
+        tensor("part_o", part_o, (partials, heads * G, Dv), align=16),
+        tensor("part_lse", part_lse, (partials, heads * G)),
+    )
+    of_k, of_v = strides["k_buffer"], strides["v_buffer"]
+    same_memory = address(tensors[1].ptr_to([0, 0, 0])) == address(tensors[2].ptr_to([0, 0, 0]))
+    same_rows = tirx.And(of_k[0] == of_v[0], tirx.Or(of_k[1] == of_v[1], heads == 1))
+    viewed = tirx.all(tirx.const(Dv <= D, "bool"), same_memory, same_rows)
+    return Parameters(*tensors, heads, W, partials, viewed)
+
+
+def without_scales(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A decode function of a pool that is not of fp8: its last two parameters, the scales, are 1."""
+    return func.specialize({scale: tirx.const(1, "float32") for scale in func.params[-2:]})
+
+
+@T.inline
+def join_pieces(p, w, tx, threads: int, head, have, Dv: int, pack):
+    """Statements that end the kernel of a piece: the CTA that comes last joins all pieces of its row.
+
+    p: the Parameters. head, have: the CTA's first query head and their number. Every thread of the CTA runs them.
+    """
+    if p.items[w, COUNTER] > 0:
+        first: T.int32 = p.items[w, FIRST_PIECE]
+        pieces: T.int32 = p.items[w, PIECES]
+        if arrived_last(p.part_lse.ptr_to([p.partials - p.items[w, COUNTER], head]), pieces) != 0:
+            weight = T.alloc_local([_JOINED], "float32")
+            values = T.alloc_local([4 * _JOINED], "float32")
+            sum = T.alloc_local([4], "float32")
+            m = T.alloc_local([2], "float32")
+            l = T.alloc_local([1], "float32")
+            keep = T.alloc_local([1], "float32")
+            for i in T.serial((have * (Dv // 4) + threads - 1) // threads):
+                if i * threads + tx < have * (Dv // 4):
+                    row: T.int32 = head + (i * threads + tx) // (Dv // 4)
+                    e: T.int32 = (i * threads + tx) % (Dv // 4) * 4
+                    m[0] = T.float32(_NEG)
+                    l[0] = T.float32(0)
+                    for x in T.unroll(4):
+                        sum[x] = T.float32(0)
+                    for c in T.serial((pieces + (_JOINED - 1)) // _JOINED):
+                        # All loads of a round are under way together. None of the states is garbage: an empty one is 0.
+                        for n in T.unroll(_JOINED):
+                            piece: T.int32 = first + T.min(c * _JOINED + n, pieces - 1)
+                            weight[n] = load_fresh(p.part_lse.ptr_to([piece, row])) * T.float32(LOG2_E)
+                            load_fresh_four(values.ptr_to([4 * n]), p.part_o.ptr_to([piece, row, e]))
+                        m[1] = m[0]
+                        for n in T.unroll(_JOINED):
+                            if c * _JOINED + n >= pieces:
+                                weight[n] = T.float32(_NEG)
+                            m[1] = T.max(m[1], weight[n])
+                        keep[0] = exp2(m[0] - finite_or_zero(m[1]))
+                        m[0] = m[1]
+                        l[0] = l[0] * keep[0]
+                        for x in T.unroll(4):
+                            sum[x] = sum[x] * keep[0]
+                        for n in T.unroll(_JOINED):
+                            weight[n] = exp2(weight[n] - finite_or_zero(m[0]))
+                            l[0] = l[0] + weight[n]
+                            for x in T.unroll(4):
+                                sum[x] = sum[x] + weight[n] * values[4 * n + x]
+                    keep[0] = normaliser(m[0], l[0], p.sinks[row] * T.float32(LOG2_E), exp2)
+                    for x in T.unroll(2):
+                        store_word(
+                            p.out.ptr_to([p.items[w, Q_ROW], row, e + 2 * x]),
+                            pack(sum[2 * x] * keep[0], sum[2 * x + 1] * keep[0]),
+                        )
+                    if e == 0:
+                        p.lse[p.items[w, Q_ROW], row] = natural_lse(m[0], l[0], log2)
