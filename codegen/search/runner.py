@@ -170,18 +170,11 @@ def _work(problem: Problem, shared: Path) -> tuple[float, float]:
     return case.flops, case.bytes
 
 
-def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], float, float]:
-    """The bound candidate, the seconds of its first call and its error; raises WrongResultError."""
+def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], float]:
+    """The bound candidate and the error of its first call; raises WrongResultError."""
     root, plan = contestant
     call = case.bind(root, plan)
-    case.poison()
-    started = time.perf_counter()
-    call()
-    first = time.perf_counter() - started
-    error = case.error()
-    if not error <= 1:
-        raise WrongResultError(f"error {error:.3g} times the tolerance")
-    return call, first, error
+    return call, _error(case, call)
 
 
 def _clock(device: str, call: Callable[[], object], number: int) -> Callable[[], float]:
@@ -211,7 +204,7 @@ def _undisturbed(samples: list[float]) -> float:
 
 def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> float:
     case = _measured(problem, shared)
-    call, _, _ = _checked(case, contestant)
+    call, _ = _checked(case, contestant)
     warm = _clock(case.device, call, 1)()
     if warm * 1e6 > HOPELESS * best_us:
         return warm * 1e6
@@ -221,7 +214,6 @@ def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: fl
     end = time.perf_counter() + MEASURE_SECONDS
     while len(samples) < MIN_SAMPLES or (time.perf_counter() < end and len(samples) < MAX_SAMPLES):
         samples.append(sample())
-    _again(case, call)
     return _undisturbed(samples) * 1e6
 
 
@@ -248,18 +240,18 @@ def _compare(
 def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:
     cases, worst = _verified(problem, shared), 0.0
     for case in cases:
-        call, _, error = _checked(case, contestant)
-        worst = max(worst, error, _again(case, call))
+        call, error = _checked(case, contestant)
+        # Twice: a kernel may leave behind what its next call stumbles over.
+        worst = max(worst, error, _error(case, call))
     return worst, len(cases)
 
 
-def _again(case: Case, call: Callable[[], object]) -> float:
-    """The error of one more call: a kernel may leave behind what the next one stumbles over."""
+def _error(case: Case, call: Callable[[], object]) -> float:
     case.poison()
     call()
     error = case.error()
     if not error <= 1:
-        raise WrongResultError(f"error {error:.3g} times the tolerance in a later call")
+        raise WrongResultError(f"error {error:.3g} times the tolerance")
     return error
 
 

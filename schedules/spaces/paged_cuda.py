@@ -18,6 +18,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
+_MOST_WARPS = 16  # of a multiprocessor, by the registers that decode takes
 _NARROW = 256  # the largest head dim of which one warp holds all
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
@@ -59,7 +60,10 @@ def space(workload: Workload, target: Target) -> Space:
 
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
-    """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item."""
+    """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item, CTAs of a multiprocessor.
+
+    More CTAs than keep the memory busy are only slower each, and the planner cuts contexts finer for them.
+    """
     choices = {
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
@@ -67,16 +71,21 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
         "max_split": (0, 2048, 4096, 8192),
         "hint": (0, 1),
         "early": (0, 1, 2),
+        "ctas": (1, 2, 3, 4, 6, 8),
     }
 
-    def legal(n: Decisions) -> bool:
-        if not _inside(n, choices):
-            return False
-        return cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2 + _SMALL <= _shared_memory(target)
+    def most_ctas(n: Decisions) -> int:
+        ring = cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2
+        return min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _MOST_WARPS // n["warps"])
 
+    def legal(n: Decisions) -> bool:
+        return _inside(n, choices) and n["ctas"] <= most_ctas(n)
+
+    default = {"warps": 2, "stages": 3, "min_split": 256, "max_split": 0, "hint": 0, "early": 1}
+    default["ctas"] = max(min(most_ctas(default), _BUSY_WARPS // default["warps"]), 1)
     return Space(
         choices=choices,
-        default={"warps": 2, "stages": 3, "min_split": 256, "max_split": 0, "hint": 0, "early": 1},
+        default=default,
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
@@ -84,7 +93,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
             "chunk": cuda_decode.TILE * n["warps"],
             "min_split": n["min_split"],
             "max_split": n["max_split"],
-            "ctas": _resident(target, n["warps"], cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2),
+            "ctas": n["ctas"],
             "blocks": cuda_decode.blocks(workload),
             "joins": 1,
         },
@@ -111,14 +120,6 @@ def _wide_decode(workload: Workload, target: Target) -> Space:
             "blocks": cuda_decode_wide.blocks(workload), "joins": 1,
         },
     )
-
-
-def _resident(target: Target, warps: int, ring: int) -> int:
-    """Thread blocks of decode for each multiprocessor: enough to keep the memory busy, where it has room for them.
-
-    More would fit, but each would only be slower, and the planner would cut contexts finer for them.
-    """
-    return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _BUSY_WARPS // warps), 1)
 
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:
