@@ -79,7 +79,7 @@ def command(
         raise click.UsageError(str(error)) from error
     address = _address(runner, tracker, key, target)
     targets = [target if address else choose_target(workload, target) for workload in chosen]
-    check_installed()
+    check_installed("tvm", "xgboost")
 
     from rich.console import Console
 
@@ -197,10 +197,10 @@ def resume_command(workloads: Sequence[Workload], target: str, options: Options)
     return shlex.join(words)
 
 
-def check_installed() -> None:
-    """Raises click.ClickException where the tune extra is missing."""
+def check_installed(*packages: str) -> None:
+    """Raises click.ClickException where one of these packages of the tune extra is missing."""
     from importlib.util import find_spec
 
-    missing = [package for package in ("tvm", "xgboost") if find_spec(package) is None]
+    missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise click.ClickException(f"{' and '.join(missing)}: not installed; pip install 'tilewright[tune]'")

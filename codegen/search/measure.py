@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import signal
+import time
 
 import click
 
 from tilewright.codegen.search.command import check_installed
+from tilewright.codegen.search.stop import Stop
+
+POLL_SECONDS = 0.2
 
 
 @click.command(name="measure")
@@ -22,14 +25,18 @@ def command(tracker: str, key: str, host: str) -> None:
     """
     from tilewright.codegen.search.remote import Address, serve
 
-    check_installed()
+    check_installed("tvm")
     try:
         address = Address.parse(tracker, key)
     except ValueError as error:
         raise click.UsageError(f"--tracker: {error}") from None
-    server = serve(address, host)
-    click.echo(f"measuring for {key} at {host}:{server.port}; tracker {tracker}")
-    try:
-        signal.pause()
-    except KeyboardInterrupt:
+    stop = Stop()
+    with stop.on_signals():
+        try:
+            server = serve(address, host)
+        except OSError as error:
+            raise click.ClickException(f"--tracker: {tracker}: {error}") from None
+        click.echo(f"measuring for {key} at {host}:{server.port}; tracker {tracker}")
+        while not stop():
+            time.sleep(POLL_SECONDS)
         server.terminate()

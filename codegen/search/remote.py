@@ -164,12 +164,17 @@ class Remote:
 
 
 def _connect(address: Address) -> Callable[[bytes], Any]:
-    socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()  # TVM would try for a minute
+    _reach(address)
     from tvm import rpc
 
     session = rpc.connect_tracker(address.host, address.port).request(address.key)
     run: Callable[[bytes], Any] = session.get_function(_FUNCTION)
     return run
+
+
+def _reach(address: Address) -> None:
+    """Raises OSError where nothing listens: TVM would try for a minute."""
+    socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -244,7 +249,11 @@ def serve(address: Address, host: str) -> Any:
     Args:
         address: of the tracker, and the key to be known by.
         host: the address under which this machine is reached.
+
+    Raises:
+        OSError: no tracker listens there.
     """
+    _reach(address)
     os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # the compiler has nothing to do here
     from tvm import rpc
 

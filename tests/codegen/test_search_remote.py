@@ -78,6 +78,8 @@ def test_waiting_for_a_machine_ends_when_asked(address):
 
 
 def test_no_tracker_is_told():
+    outcome = CliRunner().invoke(cli.main, ["measure", "--tracker", "127.0.0.1:1", "--key", KEY])
+    assert outcome.exit_code == 1 and "--tracker: 127.0.0.1:1: " in outcome.output
     with pytest.raises(WorkerError, match="tracker 127.0.0.1:1: "):
         runner.Runner(5.0, Path(), lambda: False, Address("127.0.0.1", 1, KEY))
 
