@@ -103,6 +103,7 @@ class Case:
             scales = self.scales or (1.0, 1.0)
             self.keys.append(key.double() * scales[0]), self.values.append(value.double() * scales[1])
         if self.latent:
+            assert not w.kv_dtype, "its values would have the scale of keys"
             self.v_buffer, self.values = self.k_buffer[..., :dim_vo], [key[..., :dim_vo] for key in self.keys]
         if w.kv_dtype:
             self.k_buffer, self.v_buffer = self.k_buffer.view(torch.uint8), self.v_buffer.view(torch.uint8)

@@ -93,6 +93,27 @@ copy16_once = _function(
     ':: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "l"(policy) : "memory");',
 )
 """copy16 of what will not be read again soon: the L2 cache gives it up first."""
+_SHARED = '"r"((unsigned)__cvta_generic_to_shared({0}))'
+expect_bytes = _function(
+    "tw_expect_bytes",
+    "void",
+    "void* barrier, int bytes",
+    'asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" '
+    f':: {_SHARED.format("barrier")}, "r"(bytes) : "memory");',
+)
+"""Arrive at a barrier whose phase ends when so many bytes have been copied, too."""
+copy_bulk = _function(
+    "tw_copy_bulk",
+    "void",
+    "void* to, const void* from, int bytes, void* barrier",
+    "unsigned long long policy; "
+    'asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)); '
+    'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint '
+    '[%0], [%1], %2, [%3], %4;" '
+    f':: {_SHARED.format("to")}, "l"(from), "r"(bytes), {_SHARED.format("barrier")}, "l"(policy) : "memory");',
+)
+"""One thread starts a copy from global to shared memory, both aligned to 16, a multiple of 16 bytes; it arrives at the
+barrier as bytes. The L2 cache gives them up first."""
 address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
 """A pointer as an int64."""
 copy_row16 = _function(
@@ -173,8 +194,8 @@ arrived_last = _function(
     "int",
     "void* counter, int count",
     "int last = 0; __syncthreads(); "
-    "if (threadIdx.x == 0) { __threadfence(); last = atomicAdd((int*)counter, 1) == count - 1; "
-    "if (last) *(int*)counter = 0; __threadfence(); } "
+    "if (threadIdx.x == 0) { __threadfence(); last = atomicAdd((int*)counter, 1) == count - 1; __threadfence(); "
+    "if (last) *(int*)counter = 0; } "
     "return __syncthreads_or(last);",
 )
 """Whether the CTA, all of whose threads call this, is the last of `count`; it then sees what the others wrote before.

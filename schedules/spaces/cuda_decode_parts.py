@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tvm import tirx
@@ -39,16 +40,22 @@ _NEG = float("-inf")
 _JOINED = 8  # pieces that a thread has under way at a time
 
 
-def pitch(dim: int) -> int:
-    """Elements from one row of a tile in shared memory to the next."""
-    return dim if dim % 64 == 0 else dim + 8
+def layout(bulk: bool) -> tuple[Callable[[int], int], Callable[..., tirx.Expr]]:
+    """(pitch, place) of a tile in shared memory, where chunks of 16 bytes of eight rows never share a bank.
 
+    pitch(dim): elements of 16 bits from one row to the next. place(row, chunk, dim): where a chunk of a row lies.
 
-def place(row: tirx.Expr, chunk: tirx.Expr, dim: int) -> tirx.Expr:
-    """Where the 16-byte chunk of a row lies in a tile, in elements: eight rows' chunks never share a bank."""
-    if dim % 64 == 0:
-        return row * dim + (chunk ^ (row % 8)) * 8
-    return row * pitch(dim) + chunk * 8
+    Args:
+        bulk: whether rows are copied whole, not chunk by chunk: then they are an odd number of chunks apart.
+    """
+
+    def pitch(dim: int) -> int:
+        return dim if dim % 64 == 0 and not bulk else dim + 8
+
+    def place(row: tirx.Expr, chunk: tirx.Expr, dim: int) -> tirx.Expr:
+        return row * pitch(dim) + ((chunk ^ (row % 8)) if pitch(dim) == dim else chunk) * 8
+
+    return pitch, place
 
 
 class Parameters(NamedTuple):

@@ -19,9 +19,10 @@ from tvm.script import tirx as T
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
     await_previous,
-    copy16,
     copy16_once,
+    copy_bulk,
     exp2,
+    expect_bytes,
     let_next_start,
     load_pair,
     log2,
@@ -48,7 +49,7 @@ from tilewright.schedules.paged_attention.definition import (
     visible_bounds,
 )
 from tilewright.schedules.spaces import PROGRAMMATIC
-from tilewright.schedules.spaces.cuda_decode_parts import MMA_TYPE, join_pieces, parameters, pitch, place
+from tilewright.schedules.spaces.cuda_decode_parts import MMA_TYPE, join_pieces, layout, parameters
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
@@ -63,10 +64,12 @@ def blocks(workload: Workload) -> int:
     return -(-workload.group // ROWS)
 
 
-def shared_elements(workload: Workload, warps: int, stages: int) -> int:
+def shared_elements(workload: Workload, decisions: Mapping[str, int]) -> int:
     """Elements of 16 bits in shared memory: the ring, the probabilities, the warps' maxima and sums."""
+    warps = decisions["warps"]
+    pitch, _ = layout(decisions["bulk"])
     row = max(pitch(workload.head_dim_qk), pitch(workload.head_dim_vo))
-    return stages * KEYS * warps * row + ROWS * _p_pitch(warps) + 2 * warps * ROWS * 2
+    return decisions["stages"] * KEYS * warps * row + ROWS * _p_pitch(warps) + 2 * warps * ROWS * 2
 
 
 def _p_pitch(warps: int) -> int:
@@ -80,7 +83,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     Args:
         workload: operator "paged_decode", 16-bit, head dims multiples of 16 up to MOST_HEAD_DIM_QK and
             MOST_HEAD_DIM_VO, any group.
-        decisions: `warps` of a CTA, `stages` of the ring.
+        decisions: `warps` of a CTA, `stages` of the ring, `bulk`: whether rows are copied whole (sm_90).
         hopper: whether the kernel may start beside the end of the one before, and lets the next.
     """
     G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
@@ -88,8 +91,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     TILE, P_PITCH = KEYS * NW, _p_pitch(NW)
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{MMA_TYPE[workload.dtype]}.{MMA_TYPE[workload.dtype]}.f32"
-    copy = copy16_once if decisions.get("hint", 0) else copy16
-    early = decisions.get("early", 1) if hopper else 0
+    early, BULK = hopper, bool(decisions["bulk"])
+    pitch, place = layout(BULK)
     STAGE = TILE * max(pitch(D), pitch(Dv))
     KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
     COLUMNS = -(-(Dv // 16) // NW)  # blocks of 16 columns of the values that a warp has
@@ -119,7 +122,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         window: T.int32,
         lookahead: T.int32,
     ):
-        T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early > 0})
+        T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early})
         p = T.meta_var(
             parameters(
                 workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
@@ -129,22 +132,28 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         T.device_entry()
         block, w = T.cta_id([T.Cast("int32", p.heads) * HB, T.Cast("int32", p.W)])
         tx = T.thread_id([THREADS])
-        ring = T.alloc_buffer((shared_elements(workload, NW, NST),), dtype, scope="shared.dyn", align=1024)
-        if early == 2:
-            let_next_start()
-        if early > 0:
+        ring = T.alloc_buffer((shared_elements(workload, decisions),), dtype, scope="shared.dyn", align=1024)
+        barriers = T.alloc_buffer((NST,), "uint64", scope="shared", align=16)
+        # Items are written by copies alone, which wait for kernels and kernels for them; all else may be of the kernel
+        # before.
+        live: T.int32 = p.items[w, Q_LEN]
+        q_row: T.int32 = p.items[w, Q_ROW]
+        part: T.int32 = p.items[w, PART]
+        request: T.int32 = p.items[w, REQUEST]
+        end: T.int32 = p.items[w, KV_BEGIN] + p.items[w, KV_LEN]
+        first: T.int32 = T.max(p.items[w, KV_BEGIN], visible_bounds(p.items[w, POS], end, window, lookahead)[0] + 1)
+        keys: T.int32 = visible_bounds(p.items[w, POS], end, window, lookahead)[1] + 1 - first
+        if BULK:
+            if tx < NST:
+                T.ptx.mbarrier.init.shared.b64(barriers.ptr_to([tx]), T.uint32(1))
+        if early:
             await_previous()
-        if p.items[w, Q_LEN] > 0:
+        if live > 0:
             hk: T.int32 = block // HB
             head: T.int32 = hk * G + block % HB * ROWS  # the CTA's first query head
             have: T.int32 = T.min(G - block % HB * ROWS, ROWS)
-            q_row: T.int32 = p.items[w, Q_ROW]
-            part: T.int32 = p.items[w, PART]
-            end: T.int32 = p.items[w, KV_BEGIN] + p.items[w, KV_LEN]
-            first: T.int32 = T.max(p.items[w, KV_BEGIN], visible_bounds(p.items[w, POS], end, window, lookahead)[0] + 1)
-            keys: T.int32 = visible_bounds(p.items[w, POS], end, window, lookahead)[1] + 1 - first
-            table_row: T.int64 = T.Cast("int64", p.req_pool_indices[p.items[w, REQUEST]])
-            column: T.int64 = T.Cast("int64", p.kv_start[p.items[w, REQUEST]]) + T.Cast("int64", first)
+            table_row: T.int64 = T.Cast("int64", p.req_pool_indices[request])
+            column: T.int64 = T.Cast("int64", p.kv_start[request]) + T.Cast("int64", first)
             warp: T.int32 = tx // 32
             lane: T.int32 = tx % 32
             # Tiles of the ring that one tile of keys takes: one where the values are the keys' first columns.
@@ -179,15 +188,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 l[h] = T.float32(0)
             for i in T.unroll(COLUMNS * 8):
                 O[i] = T.float32(0)
-            for kk in T.unroll(STEPS):
-                for e in T.unroll(2):
-                    for h in T.unroll(2):
-                        Q[kk * 4 + e * 2 + h] = T.uint32(0)
-                        if h * 8 + lane // 4 < have:
-                            Q[kk * 4 + e * 2 + h] = load_pair(
-                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
-                            )
-
             @T.inline
             def look_up(i, four):
                 slot[i] = p.req_to_token[
@@ -197,7 +197,29 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
 
             @T.inline
             def gather(j):
-                if j < loads:
+                if BULK:
+                    if j < loads:
+                        # A lane a row, whose slot it holds.
+                        if tx == 0:
+                            expect_bytes(
+                                barriers.ptr_to([j % NST]), T.if_then_else(j & apart == 0, TILE * D * 2, TILE * Dv * 2)
+                            )
+                        if lane // 8 == (j >> apart) % 4:
+                            if j & apart == 0:
+                                copy_bulk(
+                                    ring.ptr_to([j % NST * STAGE + (warp * 8 + lane % 8) * pitch(D)]),
+                                    p.k_buffer.ptr_to([T.Cast("int64", slot[0]), hk, 0]),
+                                    D * 2,
+                                    barriers.ptr_to([j % NST]),
+                                )
+                            else:
+                                copy_bulk(
+                                    ring.ptr_to([j % NST * STAGE + (warp * 8 + lane % 8) * pitch(Dv)]),
+                                    p.v_buffer.ptr_to([T.Cast("int64", slot[0]), hk, 0]),
+                                    Dv * 2,
+                                    barriers.ptr_to([j % NST]),
+                                )
+                elif j < loads:
                     # Eight lanes a row: whole lines, and all copies of a row at constant distances.
                     for r in T.unroll(2):
                         rows[r] = shuffle(slot[0], (j >> apart) % 4 * 8 + r * 4 + lane // 8)
@@ -205,7 +227,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         for r in T.unroll(2):
                             for i in T.unroll((KC + 7) // 8):
                                 if T.Or(T.bool(KC % 8 == 0), i * 8 + lane % 8 < KC):
-                                    copy(
+                                    copy16_once(
                                         ring.ptr_to(
                                             [
                                                 j % NST * STAGE
@@ -220,7 +242,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         for r in T.unroll(2):
                             for i in T.unroll((VC + 7) // 8):
                                 if T.Or(T.bool(VC % 8 == 0), i * 8 + lane % 8 < VC):
-                                    copy(
+                                    copy16_once(
                                         ring.ptr_to(
                                             [
                                                 j % NST * STAGE
@@ -231,19 +253,34 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                         ),
                                         p.v_buffer.ptr_to([T.Cast("int64", rows[r]), hk, lane % 8 * 8 + i * 64]),
                                     )
-                    if j & apart == apart:
-                        if (j >> apart) % 4 == 3:
-                            slot[0] = slot[1]
-                            look_up(1, (j >> apart) // 4 + 2)
-                T.ptx.cp.async_.commit_group()
+                if T.And(j < loads, T.And(j & apart == apart, (j >> apart) % 4 == 3)):
+                    slot[0] = slot[1]
+                    look_up(1, (j >> apart) // 4 + 2)
+                if not BULK:
+                    T.ptx.cp.async_.commit_group()
 
             if loads > 0:
                 look_up(0, 0)
                 look_up(1, 1)
+            for kk in T.unroll(STEPS):
+                for e in T.unroll(2):
+                    for h in T.unroll(2):
+                        Q[kk * 4 + e * 2 + h] = T.uint32(0)
+                        if h * 8 + lane // 4 < have:
+                            Q[kk * 4 + e * 2 + h] = load_pair(
+                                p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + e * 8 + (lane % 4) * 2])
+                            )
+
+            if BULK:
+                T.ptx.fence.proxy.async_.shared__cta()  # barriers are ready
+                T.cuda.cta_sync()
             for s in T.unroll(NST - 1):
                 gather(s)
             for j in T.serial(loads):
-                T.ptx.cp.async_.wait_group(NST - 2)
+                if BULK:
+                    T.cuda.mbarrier_wait(barriers.ptr_to([j % NST]), j // NST % 2)
+                else:
+                    T.ptx.cp.async_.wait_group(NST - 2)
                 T.cuda.cta_sync()
                 gather(j + (NST - 1))
                 tile: T.int32 = j % NST * STAGE
@@ -357,7 +394,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                         *[O[(c * 2 + nb) * 4 + i] for i in range(4)],
                                     )
             T.ptx.cp.async_.wait_all()
-            if early == 1:
+            if early:
                 let_next_start()
             # Each warp has summed its own keys.
             for h in T.unroll(2):

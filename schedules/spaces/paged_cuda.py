@@ -60,29 +60,25 @@ def space(workload: Workload, target: Target) -> Space:
 
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
-    """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item, CTAs of a multiprocessor.
-
-    More CTAs than keep the memory busy are only slower each, and the planner cuts contexts finer for them.
-    """
+    """Decisions: warps, stages of a ring, fewest and most keys of an item, keys of a tile, CTAs of a multiprocessor."""
     choices = {
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
         "min_split": (128, 256, 512),
         "max_split": (0, 2048, 4096, 8192),
-        "hint": (0, 1),
-        "early": (0, 1, 2),
+        "keys": (16, 32),
+        "bulk": (0, 1),
         "ctas": (1, 2, 3, 4, 6, 8),
     }
 
-    def most_ctas(n: Decisions) -> int:
-        ring = cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2
-        return min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _MOST_WARPS // n["warps"])
-
     def legal(n: Decisions) -> bool:
-        return _inside(n, choices) and n["ctas"] <= most_ctas(n)
+        if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
+            return False
+        ring = cuda_decode.ring_elements(workload, n) * 2
+        return n["ctas"] <= _resident(target, n["warps"], ring, _MOST_WARPS)
 
-    default = {"warps": 2, "stages": 3, "min_split": 256, "max_split": 0, "hint": 0, "early": 1}
-    default["ctas"] = max(min(most_ctas(default), _BUSY_WARPS // default["warps"]), 1)
+    default = {"warps": 2, "stages": 3, "min_split": 256, "max_split": 0, "keys": 16, "bulk": 0}
+    default["ctas"] = _resident(target, default["warps"], cuda_decode.ring_elements(workload, default) * 2)
     return Space(
         choices=choices,
         default=default,
@@ -90,7 +86,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
             "block_q": 1,
-            "chunk": cuda_decode.TILE * n["warps"],
+            "chunk": n["keys"] * n["warps"],
             "min_split": n["min_split"],
             "max_split": n["max_split"],
             "ctas": n["ctas"],
@@ -102,24 +98,43 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
 
 def _wide_decode(workload: Workload, target: Target) -> Space:
     """Decisions: stages of the ring, fewest keys of an item."""
-    choices = {"warps": (4, 8), "stages": (2, 3, 4, 6), "min_split": (256, 512, 1024), "max_split": (0,), "hint": (0, 1), "early": (0, 1, 2)}
+    choices = {
+        "warps": (4, 8),
+        "stages": (2, 3, 4, 6),
+        "min_split": (256, 512, 1024),
+        "max_split": (0,),
+        "bulk": (0, 1),
+    }
 
     def legal(n: Decisions) -> bool:
-        if not _inside(n, choices):
+        if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
             return False
-        return cuda_decode_wide.shared_elements(workload, n["warps"], n["stages"]) * 2 + _SMALL <= _shared_memory(target)
+        return cuda_decode_wide.shared_elements(workload, n) * 2 + _SMALL <= _shared_memory(target)
 
-    rest = {"min_split": 256, "max_split": 0, "hint": 0, "early": 1}
+    rest = {"min_split": 256, "max_split": 0, "bulk": int(_hopper(target))}
     return Space(
         choices=choices,
         default=next(n for w, s in ((8, 3), (8, 2), (4, 2)) if legal(n := rest | {"warps": w, "stages": s})),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
-            "block_q": 1, "chunk": cuda_decode_wide.KEYS * n["warps"], "min_split": n["min_split"], "max_split": n["max_split"],
-            "blocks": cuda_decode_wide.blocks(workload), "joins": 1,
+            "block_q": 1,
+            "chunk": cuda_decode_wide.KEYS * n["warps"],
+            "min_split": n["min_split"],
+            "max_split": n["max_split"],
+            "ctas": _resident(target, n["warps"], cuda_decode_wide.shared_elements(workload, n) * 2),
+            "blocks": cuda_decode_wide.blocks(workload),
+            "joins": 1,
         },
     )
+
+
+def _resident(target: Target, warps: int, used: int, most_warps: int = _BUSY_WARPS) -> int:
+    """Thread blocks of decode for each multiprocessor, as many as it has room for (one at least) of `most_warps`.
+
+    Those beyond what keeps the memory busy are only slower each, and the planner cuts contexts finer for them.
+    """
+    return max(min((_shared_memory(target) + _SMALL) // (used + _SMALL), most_warps // warps), 1)
 
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:
