@@ -26,6 +26,7 @@ from tilewright.schedules.workload import DEFINITION_REVISION
 
 BATCH = 16  # candidates between two rounds of learning
 FINALISTS = 8
+NEIGHBOURS = 8  # records of other sizes that a search begins with
 FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
 COMPARE_SECONDS = 12.0
 BUSY = 1.3  # spread of the samples above which the times mean little
@@ -191,11 +192,15 @@ class _Search:
         }
 
     def _recorded(self) -> list[dict[str, int]]:
-        """The committed record's best few that this space still knows: good places to start from."""
-        if self.old is None or not self.options.resume:
+        """Good places to start from: the record's best few, and what was found for other sizes of the operator."""
+        if not self.options.resume:
             return []
-        known = [self.old.decisions, *(timed.decisions for timed in self.old.top)]
-        return [decisions for decisions in known if self._valid(decisions)]
+        own = [] if self.old is None else [self.old.decisions, *(timed.decisions for timed in self.old.top)]
+        operator = self.problem.name.split("-", 1)[0]
+        others = (self.options.records / self.problem.target).glob(f"{operator}-*/{records.RECORD_FILE}")
+        found = [records.load(path).decisions for path in sorted(others)]
+        distinct = [decisions for index, decisions in enumerate(found) if decisions not in found[:index]]
+        return [*filter(self._valid, own), *[*filter(self._valid, distinct)][:NEIGHBOURS]]
 
     def _valid(self, decisions: dict[str, int]) -> bool:
         choices = self.space.choices

@@ -117,6 +117,15 @@ def test_a_gpu_is_searched_with_the_same_loop_records_and_verdict(workload, tmp_
     assert summary[0].split(",")[7] == "device" and GPU in summary[1]
 
 
+def test_a_search_begins_with_what_was_found_for_other_sizes(tmp_path):
+    found, _ = search(tmp_path, DECODE, 16)
+    builder = NoBuilder()
+    other = Workload.parse("paged_decode-bf16-g8-d128")
+    result, _ = search(tmp_path, other, 2, builder)
+    assert builder.built[:2] == [WorkloadProblem(other, TARGET).space().default, found.record.decisions]
+    assert result.record.decisions == found.record.decisions
+
+
 def _noted(folder, workload, found, decisions):
     return root_of(folder / "work" / TARGET / workload.name, decisions), found.plan(decisions)
 
