@@ -83,6 +83,7 @@ def command(
 
     from rich.console import Console
 
+    from tilewright.codegen import cuda_toolchain
     from tilewright.codegen.bench import inputs
     from tilewright.codegen.search.problem import WorkloadProblem
     from tilewright.codegen.search.progress import Progress, Row
@@ -90,6 +91,8 @@ def command(
     from tilewright.codegen.search.tune import Options, tune
     from tilewright.codegen.search.worker import Interrupted, WorkerError
 
+    if any(TARGETS[name].device == "cuda" for name in targets):
+        cuda_toolchain.check_installed()
     for workload in chosen:
         try:
             inputs.check_operator(workload)
