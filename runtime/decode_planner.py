@@ -51,10 +51,22 @@ class DecodeWork:
 
     Attributes:
         items: int32 [W, 10], costliest first. rows: int32 [R, 4]. partials: as in planner.WorkList.
-        joined: the module joins pieces itself; `rows` are the rows that have a counter, not a list for the merge kernel.
+        joined: the module joins pieces itself; `rows` tells which rows have a counter, the merge kernel gets none.
     """
 
-    __slots__ = ("_kv_len", "_last", "_last_begin", "_lens", "_pos", "_request", "_room", "items", "joined", "partials", "rows")
+    __slots__ = (
+        "_kv_len",
+        "_last",
+        "_last_begin",
+        "_lens",
+        "_pos",
+        "_request",
+        "_room",
+        "items",
+        "joined",
+        "partials",
+        "rows",
+    )
 
     def __init__(
         self,

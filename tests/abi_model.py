@@ -86,12 +86,11 @@ def _attend(
         _index(mask_start, (batch,))
         _index(mask_width, (batch,))
     k_pool, v_pool = _pool(k_buffer, k_scale), _pool(v_buffer, v_scale)
-    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, last in items.tolist():
+    for request, q_row, q_len, kv_begin, kv_len, pos, six, seven, part, nine in items.tolist():
         if padding and q_len == 0:
             continue
-        first_new, first, pieces, counted = last, prefix, new_row, last if decode and padding else 0
-        if decode:
-            prefix, new_row = math.inf, 0
+        prefix, new_row, first_new = (math.inf, 0, 0) if decode else (six, seven, nine)
+        first, pieces, counted = (six, seven, nine) if decode and padding else (0, 0, 0)
         assert 1 <= q_len <= block_q and kv_begin >= 0 and kv_len >= 0
         for i in range(q_len):
             position = pos + i

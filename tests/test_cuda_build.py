@@ -83,9 +83,10 @@ def test_machine_code_is_what_was_meant(kernels, target):
             assert count["HMMA"] == dims[0] // 16 + 2 * values and count["HGMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["LDSM"] == dims[0] // 32 + warps // 2 + values, workload.name
         elif workload.operator == "paged_decode":
+            per = 32 if workload.kv_dtype else 16  # columns that a load brings
             # A tile of 16 keys: two products for every 16 columns of K and every 16 of V.
             assert count["HMMA"] == 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
-            assert count["LDGSTS"] > 0 and count["LDSM"] == sum(dims) // (32 if workload.kv_dtype else 16), workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] == sum(dims) // per, workload.name
         elif workload.operator == "paged_extend":
             keys = get_space(workload, target).default["keys"]
             # Scores and values, in the loop and once before and after it.
@@ -178,7 +179,8 @@ def test_toolchain_leaves_the_environment_alone():
         ("paged_extend-bf16-g4-d100", "cuda-sm90a", "multiples of 16"),
         ("paged_decode-bf16-g4-d592v512", "cuda-sm90a", "up to"),
         ("paged_decode-bf16-kvfp8-g16-d576v512", "cuda-sm90a", "fp8"),
-        ("paged_decode-bf16-g4-d72", "cuda-sm90a", "multiples of 16"),
+        ("paged_decode-bf16-g4-d100", "cuda-sm90a", "multiples of 8"),
+        ("paged_decode-bf16-kvfp8-g4-d72", "cuda-sm90a", "multiples of 16"),
         ("paged_extend-bf16-g4-d128", "cuda-sm80", "sm_90a"),
         ("lightning_decode-bf16-d128", "cuda-sm90a", "no kernels"),
     ],
@@ -200,10 +202,11 @@ def test_defaults_are_legal(target):
 
 @pytest.mark.parametrize("target", SUBSET)
 def test_decode_takes_every_shape(target):
-    """Groups of any size, head dims that are multiples of 16; what does not fit is refused by name, not built wrong."""
-    for dim, dim_vo in [(16, 16), (64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256), (320, 320), (576, 512)]:
+    """Groups of any size, head dims that are multiples of 8; what does not fit is refused by name, not built wrong."""
+    dims = [(8, 24), (16, 16), (72, 72), (120, 120), (64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256)]
+    for dim, dim_vo in [*dims, (320, 320), (576, 512)]:
         for group in (1, 3, 4, 5, 6, 7, 8, 16, 22, 128):
-            for kv_dtype in (None, "fp8_e4m3") if dim <= 256 else (None,):
+            for kv_dtype in (None, "fp8_e4m3") if dim <= 256 and dim % 16 == 0 else (None,):
                 workload = Workload("paged_decode", "bf16", group, dim, dim_vo, kv_dtype)
                 space = get_space(workload, target)
                 assert space.legal(space.default), workload.name

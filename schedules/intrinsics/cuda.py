@@ -185,7 +185,9 @@ store_two = _function("tw_store_two", "void", "float* p, float a, float b", "*(f
 load_fresh = _function("tw_load_fresh", "float", "const float* p", "return __ldcg(p);")
 """An f32 that another CTA of this launch has written."""
 load_fresh_four = _function(
-    "tw_load_fresh_four", "void", "float* to, const float* from",
+    "tw_load_fresh_four",
+    "void",
+    "float* to, const float* from",
     "float4 x = __ldcg((const float4*)from); to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;",
 )
 """Four f32 that another CTA of this launch has written, from an address that is a multiple of 16."""
@@ -212,7 +214,9 @@ _FLOATS = {
     "fp16": ("__half2float(__ushort_as_half(x))", "__half2float(__ushort_as_half(x >> 16))"),
 }
 PAIR_MAX = {
-    name: _function(f"tw_pair_max_{name}", "float", "float m, unsigned x", f"return {_MOST.format(low=low, high=high)};")
+    name: _function(
+        f"tw_pair_max_{name}", "float", "float m, unsigned x", f"return {_MOST.format(low=low, high=high)};"
+    )
     for name, (low, high) in _FLOATS.items()
 }
 """The greatest of m and the magnitudes of two packed 16-bit numbers; NaN is dropped."""
@@ -228,9 +232,7 @@ HALF_PAIR = {
 """Two packed 16-bit numbers times `scale` as two halves."""
 # Exponent fields from 16 on: smaller numbers stay where they are, as far under the range of halves as they like.
 _FIELD = "int e = max(min(__float_as_int(most) >> 23, 254), 16);"
-range_scale = _function(
-    "tw_range_scale", "float", "float most", f"{_FIELD} return __int_as_float((268 - e) << 23);"
-)
+range_scale = _function("tw_range_scale", "float", "float most", f"{_FIELD} return __int_as_float((268 - e) << 23);")
 """The power of two that brings a row whose greatest magnitude is `most` to the top of the range of halves."""
 range_unit = _function("tw_range_unit", "float", "float most", f"{_FIELD} return __int_as_float((e - 14) << 23);")
 """One over range_scale."""
@@ -241,8 +243,8 @@ even_then_odd = _function("tw_even_then_odd", "unsigned", "unsigned x", "return 
 def _code_halves(name: str, mine: str, spread: str, converts: bool) -> Callable[..., tirx.Expr]:
     if converts:
         body = (
-            "unsigned r; asm(\"{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, "
-            f"{mine}; }}\" : \"=r\"(r) : \"r\"(x)); return r;"
+            'unsigned r; asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, '
+            f'{mine}; }}" : "=r"(r) : "r"(x)); return r;'
         )
     else:
         # Moved to a half's places a code is the number divided by 256; the largest magnitude stands for NaN.

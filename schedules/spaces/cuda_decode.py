@@ -2,9 +2,10 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode on tensor cores: one CTA a work item and KV head, the query group as rows of mma.m16n8k16.
 
-Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table by cp.async into a ring in shared memory,
-and keeps a softmax state (maximum, sum, values) in registers; the warps' states are joined at the end. The algebra is
-the definition's (paged_attention/definition.py); this file says who computes which part of it.
+Each warp walks tiles of 16 or 32 keys of its own, gathered through the page table into a ring in shared memory (chunk
+by chunk, or whole rows by the copy engine), and keeps a softmax state (maximum, sum, values) in registers; the warps'
+states are joined at the end. The algebra is the definition's (paged_attention/definition.py); this file says who
+computes which part of it.
 
 Keys that the query does not see are never read: the item's range is cut to the visible one first, and what a tile has
 beyond it repeats the last visible key with probability 0.
@@ -77,7 +78,12 @@ def blocks(workload: Workload) -> int:
 def ring_elements(workload: Workload, decisions: Mapping[str, int]) -> int:
     """Elements of 16 bits in the rings of all warps."""
     pitch, _ = layout(decisions["bulk"])
-    return decisions["warps"] * decisions["stages"] * decisions["keys"] * sum(pitch(dim) for dim in _row_elements(workload))
+    return (
+        decisions["warps"]
+        * decisions["stages"]
+        * decisions["keys"]
+        * sum(pitch(dim) for dim in _row_elements(workload))
+    )
 
 
 def _row_elements(workload: Workload) -> tuple[int, int]:
@@ -90,7 +96,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     """The kernel of docs/kernel-abi.md for one query token an item.
 
     Args:
-        workload: operator "paged_decode", 16-bit, head dims multiples of 16 up to 256; the pool may be of fp8.
+        workload: operator "paged_decode", 16-bit, head dims multiples of 8 up to 256; the pool may be of fp8
+            (then multiples of 16).
         decisions: `warps` of a CTA, `stages` of a warp's ring, `keys` of a tile (16 or 32), `bulk`: whether rows are
             copied whole (sm_90).
         hopper: whether the kernel may start beside the end of the one before and lets the next do so, and whether there
@@ -117,6 +124,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     STAGE = TILE * (KROW + VROW)
     KC, VC = KE // 8, VE // 8  # 16-byte chunks of a row
     CHUNK = 16 if FP8 else 8  # numbers of a chunk
+    STEPS = (D + 15) // 16  # products of 16 columns; half of the last may be zeros of the query
     THREADS = 32 * NW
     RING = max(NW * NST * STAGE, 2 * NW * M * Dv + 4 * NW * M if NW > 1 else 0)
     NEG = float("-inf")
@@ -128,8 +136,8 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     # A lane's pair i of neighbouring columns: the index of its first in O, from there to the other's, the column.
     NEXT = 4 if FP8 else 1
     first_of = (lambda i, h: i // 2 * 8 + h * 2 + i % 2) if FP8 else (lambda i, h: i * 4 + h * 2)
-    column_of = (lambda i, lane: i // 2 * 16 + (lane % 4) * 4 + i % 2 * 2) if FP8 else (
-        lambda i, lane: i * 8 + (lane % 4) * 2
+    column_of = (
+        (lambda i, lane: i // 2 * 16 + (lane % 4) * 4 + i % 2 * 2) if FP8 else (lambda i, lane: i * 8 + (lane % 4) * 2)
     )
 
     @T.prim_func
@@ -157,7 +165,18 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early})
         p = T.meta_var(
             parameters(
-                workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
+                workload,
+                q_,
+                k_,
+                v_,
+                req_to_token_,
+                req_pool_indices_,
+                kv_start_,
+                items_,
+                sinks_,
+                out_,
+                lse_,
+                part_o_,
                 part_lse_,
             )
         )
@@ -194,7 +213,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
             factor = T.alloc_local([2], "float32")  # of a row's products, whose logits are in units of it
             unit = T.alloc_local([2], "float32")  # of a row's products
-            Q = T.alloc_local([D // 4], "uint32")
+            Q = T.alloc_local([STEPS * 4], "uint32")
             S = T.alloc_local([BLOCKS * 4], "float32")
             O = T.alloc_local([Dv // 2], "float32")
             B = T.alloc_local([4], "uint32")
@@ -214,6 +233,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 O[i] = T.float32(0)
             for i in T.unroll(BLOCKS * 2):
                 P[i] = T.uint32(0)
+
             @T.inline
             def look_up(i, time):
                 slot[i] = p.req_to_token[
@@ -289,11 +309,11 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
             if mine > 0:
                 look_up(0, 0)
                 look_up(1, 1)
-            for kk in T.unroll(D // 16):
+            for kk in T.unroll(STEPS):
                 for e in T.unroll(2):
                     for h in T.unroll(2):
                         Q[kk * 4 + e * 2 + h] = T.uint32(0)
-                        if h * 8 + lane // 4 < have:
+                        if T.And(h * 8 + lane // 4 < have, T.Or(T.bool(D % 16 == 0), kk * 16 + e * 8 < D)):
                             Q[kk * 4 + e * 2 + h] = load_pair(
                                 p.q.ptr_to([q_row, head + h * 8 + lane // 4, kk * 16 + depth(lane, e)])
                             )
@@ -404,7 +424,9 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                     tile
                                     + TILE * KROW
                                     + place(
-                                        k * 16 + ((lane // 8) % 2) * 8 + lane % 8, T.min(jj * 2 + lane // 16, VC - 1), VE
+                                        k * 16 + ((lane // 8) % 2) * 8 + lane % 8,
+                                        T.min(jj * 2 + lane // 16, VC - 1),
+                                        VE,
                                     )
                                 ]
                             ),
@@ -428,7 +450,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                                             H[1],
                                             *[O[((jj * 2 + nb) * 2 + c) * 4 + i] for i in range(4)],
                                         )
-                            else:
+                            elif jj * 2 + nb < VC:
                                 T.ptx[mma](
                                     *[O[(jj * 2 + nb) * 4 + i] for i in range(4)],
                                     P[k * 4 + 0],

@@ -32,8 +32,8 @@ from tilewright.schedules.paged_attention.definition import (
 from tilewright.schedules.vector_math import LOG2_E
 from tilewright.schedules.workload import Workload
 
-# Columns of an item that decode has for itself: the first and the number of the pieces of its row, and 1 + the number of
-# the row's counter, 0 where the merge kernel joins them.
+# Columns of an item that decode has for itself: the first and the number of the pieces of its row, and 1 + the number
+# of the row's counter, 0 where the merge kernel joins them.
 FIRST_PIECE, PIECES, COUNTER = 6, 7, 9
 MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 _NEG = float("-inf")

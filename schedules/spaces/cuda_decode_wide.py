@@ -2,11 +2,11 @@
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged decode for head dims beyond 256, latent attention among them: the warps of a CTA share each tile of keys.
 
-One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of keys, eight a warp, comes
-through the page table by cp.async into a ring in shared memory. Each warp scores its eight; the
-probabilities go through shared memory; then each warp multiplies all of them with its own columns of the values, so that
-no warp holds more than its share of the output. Where values are a view of the keys (latent attention) the tile of
-keys is that of the values too and is read once; else the values' tile is the next of the ring.
+One CTA works on an item, a KV head and up to 16 of its query heads (rows of mma.m16n8k16). A tile of keys, eight a
+warp, comes through the page table into a ring in shared memory. Each warp scores its eight; the probabilities go
+through shared memory; then each warp multiplies all of them with its own columns of the values, so that no warp holds
+more than its share of the output. Where values are a view of the keys (latent attention) the tile of keys is that of
+the values too and is read once; else the values' tile is the next of the ring.
 """
 
 from __future__ import annotations
@@ -125,7 +125,18 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
         T.func_attr({"global_symbol": "paged_decode", PROGRAMMATIC: early})
         p = T.meta_var(
             parameters(
-                workload, q_, k_, v_, req_to_token_, req_pool_indices_, kv_start_, items_, sinks_, out_, lse_, part_o_,
+                workload,
+                q_,
+                k_,
+                v_,
+                req_to_token_,
+                req_pool_indices_,
+                kv_start_,
+                items_,
+                sinks_,
+                out_,
+                lse_,
+                part_o_,
                 part_lse_,
             )
         )
@@ -188,6 +199,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                 l[h] = T.float32(0)
             for i in T.unroll(COLUMNS * 8):
                 O[i] = T.float32(0)
+
             @T.inline
             def look_up(i, four):
                 slot[i] = p.req_to_token[
@@ -296,11 +308,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             B[2],
                             B[3],
                             ring.ptr_to(
-                                [
-                                    tile
-                                    + warp * 8 * pitch(D)
-                                    + place(lane % 8, T.min(kk * 4 + lane // 8, KC - 1), D)
-                                ]
+                                [tile + warp * 8 * pitch(D) + place(lane % 8, T.min(kk * 4 + lane // 8, KC - 1), D)]
                             ),
                         )
                         for half in T.unroll(2):
@@ -320,9 +328,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             S[e] = score(S[e], scale_log2, cap_log2, scale_over_cap, tanh)
                     if n * TILE + TILE > keys:
                         for e in T.unroll(4):
-                            S[e] = T.Select(
-                                n * TILE + warp * 8 + (lane % 4) * 2 + e % 2 < keys, S[e], T.float32(NEG)
-                            )
+                            S[e] = T.Select(n * TILE + warp * 8 + (lane % 4) * 2 + e % 2 < keys, S[e], T.float32(NEG))
                     for h in T.unroll(2):
                         top[h] = quad_max(T.max(S[h * 2], S[h * 2 + 1]))
                         if lane % 4 == 0:
@@ -411,9 +417,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     keep[0] = normaliser(
                         m[h],
                         l[h],
-                        T.Select(
-                            part < 0, p.sinks[head + h * 8 + lane // 4] * T.float32(LOG2_E), T.float32(NEG)
-                        ),
+                        T.Select(part < 0, p.sinks[head + h * 8 + lane // 4] * T.float32(LOG2_E), T.float32(NEG)),
                         exp2,
                     )
                     keep[1] = natural_lse(m[h], l[h], log2)

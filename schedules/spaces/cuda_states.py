@@ -206,9 +206,7 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
                     h: T.int32 = T.truncdiv(i * THREADS + tx, chunks)
                     d: T.int32 = T.truncmod(i * THREADS + tx, chunks) * CHUNK
                     if FP8:
-                        store_codes(
-                            buffer.ptr_to([T.Cast("int64", slot), h, d]), x.ptr_to([t, h, d]), scale
-                        )
+                        store_codes(buffer.ptr_to([T.Cast("int64", slot), h, d]), x.ptr_to([t, h, d]), scale)
                     else:
                         copy_vector(buffer.ptr_to([T.Cast("int64", slot), h, d]), x.ptr_to([t, h, d]))
 

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_decode_wide, cuda_extend, cuda_states
+from tilewright.schedules.spaces import (
+    Decisions,
+    Space,
+    UnsupportedWorkload,
+    cuda_decode,
+    cuda_decode_wide,
+    cuda_extend,
+    cuda_states,
+)
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -46,12 +54,14 @@ def space(workload: Workload, target: Target) -> Space:
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
     if workload.tree or (workload.kv_dtype and workload.operator != "paged_decode"):
         raise UnsupportedWorkload(f"{where}: no extend kernel for fp8 pools or tree masks")
-    wide = workload.operator == "paged_decode" and max(dims) > _NARROW
+    decode = workload.operator == "paged_decode"
+    wide = decode and max(dims) > _NARROW
     if wide and workload.kv_dtype:
         raise UnsupportedWorkload(f"{where}: head dims: expected at most {_NARROW} with an fp8 pool, got {dims}")
     most = (cuda_decode_wide.MOST_HEAD_DIM_QK, cuda_decode_wide.MOST_HEAD_DIM_VO) if wide else (_NARROW, _NARROW)
-    if any(dim % 16 or dim > limit for dim, limit in zip(dims, most, strict=True)):
-        raise UnsupportedWorkload(f"{where}: head dims: expected multiples of 16 up to {most}, got {dims}")
+    multiple = 8 if decode and not wide and not workload.kv_dtype else 16
+    if any(dim % multiple or dim > limit for dim, limit in zip(dims, most, strict=True)):
+        raise UnsupportedWorkload(f"{where}: head dims: expected multiples of {multiple} up to {most}, got {dims}")
     if wide:
         return _wide_decode(workload, target)
     if workload.operator == "paged_decode":

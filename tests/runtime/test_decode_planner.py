@@ -57,8 +57,16 @@ def assert_covers(work, lens, window=OFF):
 
 
 batches = st.lists(st.integers(0, 300), max_size=6)
-tilings = st.builds(Tiling, st.just(1), st.sampled_from([1, 8, 16]), st.sampled_from([1, 8, 20]),
-                    st.sampled_from([0, 8, 40]), st.just(1), st.sampled_from([1, 2]), st.sampled_from([0, 1]))  # fmt: skip
+tilings = st.builds(
+    Tiling,
+    block_q=st.just(1),
+    chunk=st.sampled_from([1, 8, 16]),
+    min_split=st.sampled_from([1, 8, 20]),
+    max_split=st.sampled_from([0, 8, 40]),
+    ctas=st.just(1),
+    blocks=st.sampled_from([1, 2]),
+    joins=st.sampled_from([0, 1]),
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,7 +158,7 @@ def test_planning_is_quick():
 
 @pytest.fixture(params=[0, 1], ids=["merged", "joined"])
 def gpu(request, use_model, monkeypatch):
-    """Plans are made as for a GPU of eight multiprocessors; the kernels skip padding, and may join pieces themselves."""
+    """Plans are made as for a GPU of eight multiprocessors; the kernels skip padding and may join pieces themselves."""
     monkeypatch.setattr(gpu_work, "multiprocessors", lambda device: 8)
     return use_model(padding=True, joins=request.param)
 
