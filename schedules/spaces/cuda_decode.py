@@ -23,7 +23,7 @@ from tilewright.schedules.intrinsics.cuda import (
     PACK,
     PAIR_MAX,
     await_previous,
-    copy16_once,
+    copy16,
     copy_bulk,
     even_then_odd,
     exp2,
@@ -75,15 +75,12 @@ def blocks(workload: Workload) -> int:
     return -(-workload.group // ROWS)
 
 
-def ring_elements(workload: Workload, decisions: Mapping[str, int]) -> int:
-    """Elements of 16 bits in the rings of all warps."""
+def shared_elements(workload: Workload, decisions: Mapping[str, int]) -> int:
+    """Elements of 16 bits in shared memory: the rings of all warps, in whose place their states are joined."""
     pitch, _ = layout(decisions["bulk"])
-    return (
-        decisions["warps"]
-        * decisions["stages"]
-        * decisions["keys"]
-        * sum(pitch(dim) for dim in _row_elements(workload))
-    )
+    warps, rows = decisions["warps"], min(workload.group, ROWS)
+    rings = warps * decisions["stages"] * decisions["keys"] * sum(pitch(dim) for dim in _row_elements(workload))
+    return max(rings, 2 * warps * rows * (workload.head_dim_vo + 2) if warps > 1 else 0)
 
 
 def _row_elements(workload: Workload) -> tuple[int, int]:
@@ -126,7 +123,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
     CHUNK = 16 if FP8 else 8  # numbers of a chunk
     STEPS = (D + 15) // 16  # products of 16 columns; half of the last may be zeros of the query
     THREADS = 32 * NW
-    RING = max(NW * NST * STAGE, 2 * NW * M * Dv + 4 * NW * M if NW > 1 else 0)
+    RING = shared_elements(workload, decisions)
     NEG = float("-inf")
 
     def depth(lane, e):
@@ -276,7 +273,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     for r in T.unroll(TILE // 4):
                         for i in T.unroll((KC + 7) // 8):
                             if T.Or(T.bool(KC % 8 == 0), i * 8 + lane % 8 < KC):
-                                copy16_once(
+                                copy16(
                                     ring.ptr_to(
                                         [
                                             (warp * NST + n % NST) * STAGE
@@ -289,7 +286,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                     for r in T.unroll(TILE // 4):
                         for i in T.unroll((VC + 7) // 8):
                             if T.Or(T.bool(VC % 8 == 0), i * 8 + lane % 8 < VC):
-                                copy16_once(
+                                copy16(
                                     ring.ptr_to(
                                         [
                                             (warp * NST + n % NST) * STAGE
@@ -537,6 +534,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             store_two(p.part_o.ptr_to([part, head + row, e]), O[0] * keep[0], O[1] * keep[0])
                             if e == 0:
                                 p.part_lse[part, head + row] = keep[1]
-            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack, 1)
 
     return paged_decode if FP8 else without_scales(paged_decode)

@@ -37,7 +37,7 @@ from tilewright.schedules.workload import Workload
 FIRST_PIECE, PIECES, COUNTER = 6, 7, 9
 MMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 _NEG = float("-inf")
-_JOINED = 8  # pieces that a thread has under way at a time
+_UNDER_WAY = {1: 8, 4: 4}  # columns of a thread -> pieces of each that it loads at a time
 
 
 def layout(bulk: bool) -> tuple[Callable[[int], int], Callable[..., tirx.Expr]]:
@@ -129,55 +129,80 @@ def without_scales(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 @T.inline
-def join_pieces(p, w, tx, threads: int, head, have, Dv: int, pack):
+def join_pieces(p, w, tx, threads: int, head, have, Dv: int, pack, columns: int):
     """Statements that end the kernel of a piece: the CTA that comes last joins all pieces of its row.
 
-    p: the Parameters. head, have: the CTA's first query head and their number. Every thread of the CTA runs them.
+    p: the Parameters. head, have: the CTA's first query head and their number. columns: how many groups of four columns a
+    thread has under way at a time (a key of _UNDER_WAY). Every thread of the CTA runs them.
     """
     if p.items[w, COUNTER] > 0:
         first: T.int32 = p.items[w, FIRST_PIECE]
         pieces: T.int32 = p.items[w, PIECES]
         if arrived_last(p.part_lse.ptr_to([p.partials - p.items[w, COUNTER], head]), pieces) != 0:
-            weight = T.alloc_local([_JOINED], "float32")
-            values = T.alloc_local([4 * _JOINED], "float32")
-            sum = T.alloc_local([4], "float32")
-            m = T.alloc_local([2], "float32")
-            l = T.alloc_local([1], "float32")
+            several = T.meta_var(_UNDER_WAY[columns])
+            weight = T.alloc_local([columns * several], "float32")
+            values = T.alloc_local([columns * several * 4], "float32")
+            sum = T.alloc_local([columns * 4], "float32")
+            m = T.alloc_local([columns + 1], "float32")
+            l = T.alloc_local([columns], "float32")
             keep = T.alloc_local([1], "float32")
-            for i in T.serial((have * (Dv // 4) + threads - 1) // threads):
-                if i * threads + tx < have * (Dv // 4):
-                    row: T.int32 = head + (i * threads + tx) // (Dv // 4)
-                    e: T.int32 = (i * threads + tx) % (Dv // 4) * 4
-                    m[0] = T.float32(_NEG)
-                    l[0] = T.float32(0)
+            for i in T.serial((have * (Dv // 4) + threads * columns - 1) // (threads * columns)):
+                for u in T.unroll(columns):
+                    m[u] = T.float32(_NEG)
+                    l[u] = T.float32(0)
                     for x in T.unroll(4):
-                        sum[x] = T.float32(0)
-                    for c in T.serial((pieces + (_JOINED - 1)) // _JOINED):
-                        # All loads of a round are under way together. None of the states is garbage: an empty one is 0.
-                        for n in T.unroll(_JOINED):
-                            piece: T.int32 = first + T.min(c * _JOINED + n, pieces - 1)
-                            weight[n] = load_fresh(p.part_lse.ptr_to([piece, row])) * T.float32(LOG2_E)
-                            load_fresh_four(values.ptr_to([4 * n]), p.part_o.ptr_to([piece, row, e]))
-                        m[1] = m[0]
-                        for n in T.unroll(_JOINED):
-                            if c * _JOINED + n >= pieces:
-                                weight[n] = T.float32(_NEG)
-                            m[1] = T.max(m[1], weight[n])
-                        keep[0] = exp2(m[0] - finite_or_zero(m[1]))
-                        m[0] = m[1]
-                        l[0] = l[0] * keep[0]
-                        for x in T.unroll(4):
-                            sum[x] = sum[x] * keep[0]
-                        for n in T.unroll(_JOINED):
-                            weight[n] = exp2(weight[n] - finite_or_zero(m[0]))
-                            l[0] = l[0] + weight[n]
+                        sum[u * 4 + x] = T.float32(0)
+                for c in T.serial((pieces + (several - 1)) // several):
+                    # All loads of a round are under way together. None of the states is garbage: an empty one is 0.
+                    for u in T.unroll(columns):
+                        for n in T.unroll(several):
+                            weight[u * several + n] = T.float32(_NEG)
                             for x in T.unroll(4):
-                                sum[x] = sum[x] + weight[n] * values[4 * n + x]
-                    keep[0] = normaliser(m[0], l[0], p.sinks[row] * T.float32(LOG2_E), exp2)
-                    for x in T.unroll(2):
-                        store_word(
-                            p.out.ptr_to([p.items[w, Q_ROW], row, e + 2 * x]),
-                            pack(sum[2 * x] * keep[0], sum[2 * x + 1] * keep[0]),
-                        )
-                    if e == 0:
-                        p.lse[p.items[w, Q_ROW], row] = natural_lse(m[0], l[0], log2)
+                                values[(u * several + n) * 4 + x] = T.float32(0)
+                            if T.And((i * columns + u) * threads + tx < have * (Dv // 4), c * several + n < pieces):
+                                weight[u * several + n] = load_fresh(
+                                    p.part_lse.ptr_to(
+                                        [
+                                            first + c * several + n,
+                                            head + ((i * columns + u) * threads + tx) // (Dv // 4),
+                                        ]
+                                    )
+                                ) * T.float32(LOG2_E)
+                                load_fresh_four(
+                                    values.ptr_to([(u * several + n) * 4]),
+                                    p.part_o.ptr_to(
+                                        [
+                                            first + c * several + n,
+                                            head + ((i * columns + u) * threads + tx) // (Dv // 4),
+                                            ((i * columns + u) * threads + tx) % (Dv // 4) * 4,
+                                        ]
+                                    ),
+                                )
+                    for u in T.unroll(columns):
+                        m[columns] = m[u]
+                        for n in T.unroll(several):
+                            m[columns] = T.max(m[columns], weight[u * several + n])
+                        keep[0] = exp2(m[u] - finite_or_zero(m[columns]))
+                        m[u] = m[columns]
+                        l[u] = l[u] * keep[0]
+                        for x in T.unroll(4):
+                            sum[u * 4 + x] = sum[u * 4 + x] * keep[0]
+                        for n in T.unroll(several):
+                            weight[u * several + n] = exp2(weight[u * several + n] - finite_or_zero(m[u]))
+                            l[u] = l[u] + weight[u * several + n]
+                            for x in T.unroll(4):
+                                sum[u * 4 + x] = (
+                                    sum[u * 4 + x] + weight[u * several + n] * values[(u * several + n) * 4 + x]
+                                )
+                for u in T.unroll(columns):
+                    if (i * columns + u) * threads + tx < have * (Dv // 4):
+                        row: T.int32 = head + ((i * columns + u) * threads + tx) // (Dv // 4)
+                        e: T.int32 = ((i * columns + u) * threads + tx) % (Dv // 4) * 4
+                        keep[0] = normaliser(m[u], l[u], p.sinks[row] * T.float32(LOG2_E), exp2)
+                        for x in T.unroll(2):
+                            store_word(
+                                p.out.ptr_to([p.items[w, Q_ROW], row, e + 2 * x]),
+                                pack(sum[u * 4 + 2 * x] * keep[0], sum[u * 4 + 2 * x + 1] * keep[0]),
+                            )
+                        if e == 0:
+                            p.lse[p.items[w, Q_ROW], row] = natural_lse(m[u], l[u], log2)

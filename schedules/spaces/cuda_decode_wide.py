@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
     await_previous,
-    copy16_once,
+    copy16,
     copy_bulk,
     exp2,
     expect_bytes,
@@ -239,7 +239,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         for r in T.unroll(2):
                             for i in T.unroll((KC + 7) // 8):
                                 if T.Or(T.bool(KC % 8 == 0), i * 8 + lane % 8 < KC):
-                                    copy16_once(
+                                    copy16(
                                         ring.ptr_to(
                                             [
                                                 j % NST * STAGE
@@ -254,7 +254,7 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                         for r in T.unroll(2):
                             for i in T.unroll((VC + 7) // 8):
                                 if T.Or(T.bool(VC % 8 == 0), i * 8 + lane % 8 < VC):
-                                    copy16_once(
+                                    copy16(
                                         ring.ptr_to(
                                             [
                                                 j % NST * STAGE
@@ -451,6 +451,6 @@ def decode(workload: Workload, decisions: Mapping[str, int], hopper: bool) -> ti
                             p.lse[q_row, head + h * 8 + lane // 4] = keep[1]
                         else:
                             p.part_lse[part, head + h * 8 + lane // 4] = keep[1]
-            join_pieces(p, w, tx, THREADS, head, have, Dv, pack)
+            join_pieces(p, w, tx, THREADS, head, have, Dv, pack, 4)
 
     return paged_decode

@@ -25,9 +25,10 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
-_BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
+_BUSY_WARPS = 8  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _MOST_WARPS = 16  # of a multiprocessor, by the registers that decode takes
-_NARROW = 256  # the largest head dim of which one warp holds all
+# The largest head dim of which one warp can hold all, and up to which it does so with registers to spare.
+_NARROW, _COMFORTABLE = 256, 192
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
 
@@ -55,7 +56,8 @@ def space(workload: Workload, target: Target) -> Space:
     if workload.tree or (workload.kv_dtype and workload.operator != "paged_decode"):
         raise UnsupportedWorkload(f"{where}: no extend kernel for fp8 pools or tree masks")
     decode = workload.operator == "paged_decode"
-    wide = decode and max(dims) > _NARROW
+    whole = all(dim % 16 == 0 for dim in dims)
+    wide = decode and (max(dims) > _NARROW or (max(dims) > _COMFORTABLE and whole and not workload.kv_dtype))
     if wide and workload.kv_dtype:
         raise UnsupportedWorkload(f"{where}: head dims: expected at most {_NARROW} with an fp8 pool, got {dims}")
     most = (cuda_decode_wide.MOST_HEAD_DIM_QK, cuda_decode_wide.MOST_HEAD_DIM_VO) if wide else (_NARROW, _NARROW)
@@ -84,14 +86,18 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
     def legal(n: Decisions) -> bool:
         if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
             return False
-        ring = cuda_decode.ring_elements(workload, n) * 2
-        return n["ctas"] <= _resident(target, n["warps"], ring, _MOST_WARPS)
+        used = cuda_decode.shared_elements(workload, n) * 2
+        if used + _SMALL > _shared_memory(target):
+            return False
+        return n["ctas"] <= _resident(target, n["warps"], used, _MOST_WARPS)
 
-    default = {"warps": 2, "stages": 3, "min_split": 256, "max_split": 0, "keys": 16, "bulk": 0}
-    default["ctas"] = _resident(target, default["warps"], cuda_decode.ring_elements(workload, default) * 2)
+    def begin(warps: int, stages: int) -> dict[str, int]:
+        n = {"warps": warps, "stages": stages, "min_split": 512, "max_split": 0, "keys": 16, "bulk": 0}
+        return n | {"ctas": _resident(target, warps, cuda_decode.shared_elements(workload, n) * 2)}
+
     return Space(
         choices=choices,
-        default=default,
+        default=next(n for size in ((8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)) if legal(n := begin(*size))),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
@@ -121,10 +127,12 @@ def _wide_decode(workload: Workload, target: Target) -> Space:
             return False
         return cuda_decode_wide.shared_elements(workload, n) * 2 + _SMALL <= _shared_memory(target)
 
-    rest = {"min_split": 256, "max_split": 0, "bulk": int(_hopper(target))}
+    rest = {"min_split": 512, "max_split": 0, "bulk": 0}
     return Space(
         choices=choices,
-        default=next(n for w, s in ((8, 3), (8, 2), (4, 2)) if legal(n := rest | {"warps": w, "stages": s})),
+        default=next(
+            n for w, s in ((8, 6), (8, 4), (8, 3), (8, 2), (4, 2)) if legal(n := rest | {"warps": w, "stages": s})
+        ),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
