@@ -132,8 +132,8 @@ def without_scales(func: tirx.PrimFunc) -> tirx.PrimFunc:
 def join_pieces(p, w, tx, threads: int, head, have, Dv: int, pack, columns: int):
     """Statements that end the kernel of a piece: the CTA that comes last joins all pieces of its row.
 
-    p: the Parameters. head, have: the CTA's first query head and their number. columns: how many groups of four columns a
-    thread has under way at a time (a key of _UNDER_WAY). Every thread of the CTA runs them.
+    p: the Parameters. head, have: the CTA's first query head and their number. columns: how many groups of four columns
+    a thread has under way at a time (a key of _UNDER_WAY). Every thread of the CTA runs them.
     """
     if p.items[w, COUNTER] > 0:
         first: T.int32 = p.items[w, FIRST_PIECE]
