@@ -13,8 +13,8 @@ import tilewright
 from tilewright.runtime.errors import Error
 from tilewright.schedules.targets import TARGETS
 
-# Commands with rooms of their own: `command` of tilewright.codegen.<room>.command. Their modules must import quickly.
-ROOMS = {"tune": "search", "bench": "bench", "demo": "demo"}
+# Commands with rooms of their own: `command` of these modules of tilewright.codegen, which must import quickly.
+ROOMS = {"tune": "search.command", "measure": "search.measure", "bench": "bench.command", "demo": "demo.command"}
 
 
 class RoomGroup(click.Group):
@@ -23,7 +23,7 @@ class RoomGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Own commands and the rooms that exist."""
         here = Path(__file__).parent
-        rooms = [name for name, room in ROOMS.items() if (here / room / "command.py").is_file()]
+        rooms = [name for name, room in ROOMS.items() if here.joinpath(*room.split(".")).with_suffix(".py").is_file()]
         return sorted([*super().list_commands(ctx), *rooms])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -31,7 +31,7 @@ class RoomGroup(click.Group):
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in self.list_commands(ctx):
             return own
-        return importlib.import_module(f"tilewright.codegen.{ROOMS[cmd_name]}.command").command
+        return importlib.import_module(f"tilewright.codegen.{ROOMS[cmd_name]}").command
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""

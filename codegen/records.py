@@ -53,16 +53,27 @@ class Verification(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Environment(msgspec.Struct, forbid_unknown_fields=True):
-    """Where and with what the times were measured. `date` is the UTC day, ISO 8601."""
+    """Where and with what the times were measured.
+
+    `date` is the UTC day, ISO 8601; `gpu` names the device of a GPU's records, None where the CPU was measured.
+    """
 
     cpu: str
     cores: int
     python: str
     versions: dict[str, str]
     date: str
+    gpu: str | None = None
+
+    @property
+    def device(self) -> str:
+        """The name of what was measured."""
+        return self.gpu or self.cpu
 
     def same_machine(self, other: Environment) -> bool:
-        """Whether times of the two are comparable at all: same CPU model, same number of usable cores."""
+        """Whether times of the two are comparable at all: same GPU, or same CPU model and number of usable cores."""
+        if self.gpu or other.gpu:
+            return self.gpu == other.gpu
         return (self.cpu, self.cores) == (other.cpu, other.cores)
 
 
@@ -196,6 +207,9 @@ def dumps(record: Record) -> str:
     data = msgspec.to_builtins(record)
     if data["replaced"] is None:
         del data["replaced"]
+    for environment in (data["environment"], data.get("replaced", {}).get("environment", {})):
+        if environment.get("gpu", "") is None:
+            del environment["gpu"]
     lines = [f"  {json.dumps(key)}: {json.dumps(data[key], sort_keys=True)}" for key in sorted(data)]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -220,7 +234,7 @@ def write_summary(root: Path, target: str) -> Path:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(
-        ("workload", "us", "default_us", "gain", "roofline_percent", "trials", "failures", "cpu", "cores", "date")
+        ("workload", "us", "default_us", "gain", "roofline_percent", "trials", "failures", "device", "cores", "date")
     )
     for path in sorted((root / target).glob(f"*/{RECORD_FILE}")):
         record = load(path)
@@ -235,7 +249,7 @@ def write_summary(root: Path, target: str) -> Path:
                 roofline,
                 record.trials,
                 sum(record.failures.values()),
-                environment.cpu,
+                environment.device,
                 environment.cores,
                 environment.date,
             )

@@ -66,6 +66,8 @@ def measure(target: str, threads: int | None = None) -> Limits:
         RooflineError: the C compiler (CC, default cc) is missing or fails, the peak of the target's instructions is not
             known how to measure, or this process cannot execute them.
     """
+    if get_target(target).device == "cuda":
+        return _gpu()
     if target not in FLAGS:
         raise RooflineError(f"{target}: its peak cannot be measured yet, only that of {', '.join(FLAGS)}")
     missing = features.missing_features(_needed(target))
@@ -102,6 +104,18 @@ def measure(target: str, threads: int | None = None) -> Limits:
     return dataclasses.replace(
         limits, tiles=_together(multiply(TILE_BYTES), threads), tile_peak=_together(multiply(0), threads)
     )
+
+
+def _gpu() -> Limits:
+    import torch
+
+    from tilewright.codegen.bench.gpu_cases import limits  # which imports this file
+
+    if not torch.cuda.is_available():
+        raise RooflineError("torch sees no CUDA device")
+    measured = limits()
+    torch.cuda.empty_cache()
+    return measured
 
 
 def _needed(target: str) -> tuple[str, ...]:

@@ -72,11 +72,15 @@ LOGITS = {
 Values = torch.Tensor | np.ndarray
 
 
-def _double(values: Values) -> np.ndarray:
-    """Float64 holds every value of every dtype exactly."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().double().cpu().numpy()
-    return np.asarray(values, np.float64)
+def _doubles(actual: Values, expected: Values) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64, which holds every value of every dtype exactly, on the device of `actual`."""
+    got, wanted = (
+        (values.detach() if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values))).double()
+        for values in (actual, expected)
+    )
+    if got.shape != wanted.shape:
+        raise ValueError(f"actual: got shape {list(got.shape)}, expected {list(wanted.shape)}")
+    return got, wanted.to(got.device)
 
 
 def errors(actual: Values, expected: Values) -> tuple[float, float]:
@@ -90,25 +94,22 @@ def errors(actual: Values, expected: Values) -> tuple[float, float]:
     Raises:
         ValueError: the shapes differ.
     """
-    got, wanted = _double(actual), _double(expected)
-    if got.shape != wanted.shape:
-        raise ValueError(f"actual: got shape {list(got.shape)}, expected {list(wanted.shape)}")
-    known = ~np.isnan(wanted)
-    if not np.array_equal(known, ~np.isnan(got)):
+    got, wanted = _doubles(actual, expected)
+    known = ~wanted.isnan()
+    if bool((known == got.isnan()).any()):
         return math.nan, math.nan
-    if not known.any():
+    if not bool(known.any()):
         return 0.0, 0.0
     count = known.reshape(len(known), -1).sum(1)
-    squares = np.where(known, wanted, 0).reshape(len(known), -1)
-    squares = np.einsum("ij,ij->i", squares, squares)
-    typical = math.sqrt(squares.sum() / count.sum())
-    difference = np.abs(got - wanted)
+    squares = torch.where(known, wanted, 0.0).reshape(len(known), -1).square().sum(1)
+    typical = math.sqrt(float(squares.sum()) / int(count.sum()))
+    difference = (got - wanted).abs()[known]
     if typical == 0:
-        return (0.0, 0.0) if not difference[known].any() else (math.inf, math.inf)
-    row = np.maximum(np.sqrt(squares / np.maximum(count, 1)), typical / 10)
-    size = np.broadcast_to(row.reshape(-1, *[1] * (wanted.ndim - 1)), wanted.shape)[known]
-    difference, value = difference[known], np.abs(wanted[known])
-    return float(np.sqrt(np.mean((difference / size) ** 2))), float((difference / np.maximum(size, value)).max())
+        return (math.inf, math.inf) if bool(difference.any()) else (0.0, 0.0)
+    row = (squares / count.clamp(min=1)).sqrt().clamp(min=typical / 10)
+    size = row.reshape(-1, *[1] * (wanted.dim() - 1)).expand_as(wanted)[known]
+    largest = (difference / torch.maximum(size, wanted[known].abs())).max()
+    return float((difference / size).square().mean().sqrt()), float(largest)
 
 
 def lse_error(actual: Values, expected: Values) -> float:
@@ -119,14 +120,13 @@ def lse_error(actual: Values, expected: Values) -> float:
     Raises:
         ValueError: the shapes differ.
     """
-    got, wanted = _double(actual), _double(expected)
-    if got.shape != wanted.shape:
-        raise ValueError(f"actual: got shape {list(got.shape)}, expected {list(wanted.shape)}")
-    finite = np.isfinite(wanted)
-    if not np.array_equal(np.where(finite, 0, wanted), np.where(np.isfinite(got), 0, got), equal_nan=True):
+    got, wanted = _doubles(actual, expected)
+    finite = wanted.isfinite()
+    same = (got == wanted) | (got.isnan() & wanted.isnan()) | (finite & got.isfinite())
+    if not bool(same.all()):
         return math.nan
-    share = np.abs(got[finite] - wanted[finite]) / np.maximum(np.abs(wanted[finite]) / 10, 1)
-    return float(share.max(initial=0.0))
+    share = (got - wanted).abs()[finite] / (wanted[finite].abs() / 10).clamp(min=1)
+    return float(share.max()) if share.numel() else 0.0
 
 
 def excess(actual: Values, expected: Values, tolerance: Tolerance) -> float:

@@ -122,11 +122,17 @@ STRICT = Variable(
     "TILEWRIGHT_STRICT", _flag, False, "1: a call that only a general module serves is a MissingModuleError"
 )
 CHECK = Variable("TILEWRIGHT_CHECK", _flag, False, "1: checked mode, index values are validated in every call (slow)")
+CUDA_TOOLKIT: Variable[Path | None] = Variable(
+    "TILEWRIGHT_CUDA_TOOLKIT",
+    _path,
+    None,
+    "build CUDA modules with the CUDA 13 toolkit in this folder; unset: with the packages of the cuda extra",
+)
 LOG = Variable(
     "TILEWRIGHT_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the tilewright logger"
 )
 
-VARIABLES: tuple[Variable, ...] = (MODULE_PATH, CACHE_DIR, BUILD_POLICY, TARGET, STRICT, CHECK, LOG)
+VARIABLES: tuple[Variable, ...] = (MODULE_PATH, CACHE_DIR, BUILD_POLICY, TARGET, STRICT, CHECK, CUDA_TOOLKIT, LOG)
 
 
 @cache

@@ -121,6 +121,7 @@ class ToyProblem:
 
 class ToyCase:
     flops, bytes = 2.0 * N**3, 12.0 * N**2
+    device = "cpu"
 
     def __init__(self, seed):
         import torch

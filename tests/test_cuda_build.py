@@ -117,14 +117,46 @@ def test_manifest_says_how_to_launch(kernels):
         assert ("programmatic" in entry.launch) is early
 
 
-def test_missing_compiler_is_named(monkeypatch):
+@pytest.fixture
+def no_remembered_toolkit():
+    cuda_toolchain._toolkit.cache_clear()
+    yield
+    cuda_toolchain._toolkit.cache_clear()
+
+
+def test_missing_compiler_is_named(monkeypatch, no_remembered_toolkit):
+    monkeypatch.delenv("TILEWRIGHT_CUDA_TOOLKIT", raising=False)
     monkeypatch.setattr(cuda_toolchain.importlib.util, "find_spec", lambda name: None)
-    cuda_toolchain.toolkit.cache_clear()
-    try:
-        with pytest.raises(BuildError, match=r"pip install 'tilewright\[cuda\]'"), cuda_toolchain.toolchain():
-            pass
-    finally:
-        cuda_toolchain.toolkit.cache_clear()
+    with pytest.raises(BuildError, match=r"pip install 'tilewright\[cuda\]'"), cuda_toolchain.toolchain():
+        pass
+
+
+@needs_compiler
+def test_an_installed_toolkit_is_used_where_it_is_named(monkeypatch, tmp_path, no_remembered_toolkit):
+    monkeypatch.delenv("TILEWRIGHT_CUDA_TOOLKIT", raising=False)
+    packages = cuda_toolchain.toolkit()
+    folder = tmp_path / "cuda"
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TOOLKIT", str(folder))
+    with pytest.raises(BuildError, match=r"TILEWRIGHT_CUDA_TOOLKIT: .*/cuda: expected a CUDA toolkit .* no include/"):
+        cuda_toolchain.toolkit()
+    assert cuda_toolchain.compiler_version() == ""
+    folder.mkdir()
+    (folder / "include").symlink_to(packages.include)
+    with pytest.raises(BuildError, match=r"neither lib64 nor lib has libcudart\.so\.13"):
+        cuda_toolchain.toolkit()
+    (folder / "lib64").symlink_to(packages.libraries)
+    (folder / "bin").symlink_to(packages.programs)
+    found = cuda_toolchain.toolkit()
+    assert (found.include, found.libraries) == (folder / "include", folder / "lib64")
+    program = (
+        "from tilewright.codegen.build import build\n"
+        "from tilewright.schedules.workload import Workload\n"
+        "from pathlib import Path; import sys\n"
+        "built = build(Workload('write_kv', 'bf16'), 'cuda-sm90a', root=Path(sys.argv[1]))\n"
+        "loaded = Path('/proc/self/maps').read_text()\n"
+        "assert (built.folder / 'module.cubin').stat().st_size > 1000 and 'libnvrtc.so.13' in loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "modules")], check=True, timeout=120)
 
 
 @needs_compiler

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,16 +38,47 @@ def _once(contestant: Contestant) -> float:
     return 1e3 * begin.elapsed_time(end)
 
 
-def _record(contestant: Contestant) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of whole rounds over the copies, and its number of calls."""
+def _clock(contestant: Contestant) -> Callable[[], float]:
+    """A function that replays a graph of whole rounds over the copies and returns the microseconds of one call."""
     copies = len(contestant.calls)
     rounds = max(1, min(MOST_CALLS // copies, round(REPLAY_US / max(_once(contestant), 1.0) / copies)))
+
+    def in_turn() -> None:
+        for call in contestant.calls:
+            call.run()
+
+    sample = replayed(in_turn, rounds)
+    return lambda: 1e6 * sample() / copies
+
+
+def replayed(call: Callable[[], object], number: int) -> Callable[[], float]:
+    """A function that replays a graph of `number` calls and returns the seconds of one.
+
+    Args:
+        call: has run before.
+        number: at least 1.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in contestant.calls:
-                call.run()
-    return graph, rounds * copies
+        for _ in range(number):
+            call()
+
+    def sample() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e-3 * begin.elapsed_time(end) / number
+
+    sample()  # the first replay uploads the graph
+    return sample
+
+
+def gpu_name() -> str:
+    """The first GPU, e.g. "NVIDIA H200 (9.0), 132 multiprocessors"."""
+    found = torch.cuda.get_device_properties(0)
+    return f"{found.name} ({found.major}.{found.minor}), {found.multi_processor_count} multiprocessors"
 
 
 def check(contestants: Sequence[Contestant], tolerance: Tolerance) -> None:
@@ -86,26 +117,16 @@ def measure(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -
         rounds: least number of timed replays of each.
         seconds: least wall clock of all of them together.
     """
-    graphs = {item.name: _record(item) for item in contestants}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-
-    def replay(name: str) -> float:
-        graph, calls = graphs[name]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end) / calls
-
-    for name in graphs:
+    clocks = {item.name: _clock(item) for item in contestants}
+    times: dict[str, list[float]] = {name: [] for name in clocks}
+    for clock in clocks.values():
         for _ in range(WARM_UP):
-            replay(name)
+            clock()
     draw = random.Random(_ORDER_SEED)
     done, end = 0, time.perf_counter() + seconds
     while done < rounds or time.perf_counter() < end:
-        for name in draw.sample(list(graphs), len(graphs)):
-            times[name].append(replay(name))
+        for name in draw.sample(list(clocks), len(clocks)):
+            times[name].append(clocks[name]())
         done += 1
     timings = []
     for item in contestants:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tilewright.codegen.tolerances import LIGHTNING, LIGHTNING_STATE, PAGED, excess, lse_error, worst
 from tilewright.runtime import store
+from tilewright.runtime.plan import plan_decode, plan_extend
+from tilewright.runtime.planner import OFF, Tiling
 from tilewright.runtime.pool_memory import pool_zeros
 from tilewright.schedules.catalog import all_workloads
 from tilewright.schedules.targets import get_target
@@ -25,8 +27,8 @@ from tilewright.schedules.workload import Workload
 
 OPERATORS = ("paged_decode", "paged_extend", "lightning_decode", "lightning_extend")
 SEED = 20260
+LISTED = 12  # requests whose lengths are given one by one
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
-OFF = 2**30
 
 
 class Case(Protocol):
@@ -34,15 +36,21 @@ class Case(Protocol):
 
     Attributes:
         flops, bytes: of one call, the least that the operator needs.
+        device: where the tensors are: "cpu" or "cuda".
     """
 
     flops: float
     bytes: float
 
+    @property
+    def device(self) -> str:
+        """See the class."""
+
     def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
         """A function without arguments that runs the candidate built into `root` on this input, all of the operator.
 
-        Work that a caller does once for many calls (planning) is done here, not in the function.
+        Work that a caller does once for many calls (planning) is done here, not in the function. On a GPU the function
+        can be captured in a graph, once it has run.
         """
 
     def poison(self) -> None:
@@ -58,6 +66,13 @@ class Paged:
 
     requests: tuple[tuple[int, int], ...]
     kv_heads: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Several batches as one case, each so many times: what is found must serve them all."""
+
+    parts: tuple[tuple[int, Paged], ...]
 
 
 @dataclass(frozen=True)
@@ -82,9 +97,35 @@ MEASURED_ON_SERVERS: dict[str, Paged | Lightning] = {
     ),
     "paged_extend": Paged(((0, 1024), (2048, 256)), 8),
 }
+
+
+def _spread(count: int, mean: int) -> list[int]:
+    """So many lengths from half to one and a half times the mean."""
+    return [round(mean * (0.5 + (index + 0.5) / count)) for index in range(count)]
+
+
+# GPUs: a full one, a half-full one, one long context, a short one (decode); long prompts, chunks after a prefix
+# (extend). Counts give each about the same share of the time.
+MEASURED_ON_GPU: dict[str, Mix] = {
+    "paged_decode": Mix(
+        (
+            (1, Paged(tuple((n - 1, 1) for n in _spread(64, 4096)), 8)),
+            (2, Paged(tuple((n - 1, 1) for n in _spread(16, 4096)), 8)),
+            (3, Paged(((32767, 1),), 8)),
+            (4, Paged(((4095, 1),), 8)),
+        )
+    ),
+    "paged_extend": Mix(
+        (
+            (1, Paged(((0, 8192),), 8)),
+            (1, Paged(tuple(zip(_spread(8, 4096), _spread(8, 512), strict=True)), 8)),
+        )
+    ),
+}
 # Latent attention: one KV head, whose values are the first columns of its keys.
 MEASURED_LATENT = Paged(tuple((n - 1, 1) for n in (4096, 3573, 4571, 3790, 4306, 2025, 6071, 4036) * 2), 1)
-COLD_BYTES = 1 << 30  # of KV pools that are read in turn, where the keys must come from memory
+# Of KV pools that are read in turn, where the keys must come from memory: several times the last cache.
+COLD_BYTES = {"server": 1 << 30, "gpu": 256 << 20}
 # What a winner must get right: around tile edges, empty requests, one token, no prefix, odd heads.
 VERIFIED: dict[str, tuple[Paged | Lightning, ...]] = {
     "paged_decode": (
@@ -127,13 +168,20 @@ def companions(workload: Workload, target: str) -> list[tuple[Workload, str]]:
 def describe(workload: Workload, target: str) -> str:
     """The measured case in words."""
     lengths = _lengths(workload, target)
+    if isinstance(lengths, Mix):
+        return "; ".join(f"{times} times {_sizes(workload, part)}" for times, part in lengths.parts)
     if isinstance(lengths, Paged):
-        group = workload.group or 1
-        sizes = ", ".join(f"{prefix}+{new}" for prefix, new in lengths.requests)
-        return (
-            f"(prefix + new tokens) {sizes}; {group * lengths.kv_heads}/{lengths.kv_heads} heads; page size 1, permuted"
-        )
+        return f"{_sizes(workload, lengths)}; page size 1, permuted"
     return f"tokens {', '.join(map(str, lengths.tokens))}; {lengths.heads} heads; permuted slots"
+
+
+def _sizes(workload: Workload, lengths: Paged) -> str:
+    heads = f"{(workload.group or 1) * lengths.kv_heads}/{lengths.kv_heads} heads"
+    if len(lengths.requests) <= LISTED:
+        return f"(prefix + new tokens) {', '.join(f'{prefix}+{new}' for prefix, new in lengths.requests)}; {heads}"
+    total = sum(prefix + new for prefix, new in lengths.requests)
+    new = sum(new for _, new in lengths.requests)
+    return f"{len(lengths.requests)} requests of {total} tokens, {new} of them new, evenly spread; {heads}"
 
 
 def measured(workload: Workload, target: str, shared: Path) -> Case:
@@ -147,7 +195,12 @@ def verified(workload: Workload, target: str, shared: Path) -> list[Case]:
     return [_case(workload, target, shared, lengths, SEED + index, oracle=True) for index, lengths in cases]
 
 
-def _lengths(workload: Workload, target: str) -> Paged | Lightning:
+def _lengths(workload: Workload, target: str) -> Paged | Mix | Lightning:
+    family = get_target(target).family
+    if family == "cuda":
+        mix = MEASURED_ON_GPU[workload.operator]
+        one_head = tuple((times, replace(part, kv_heads=1)) for times, part in mix.parts)
+        return Mix(one_head) if _is_latent(workload) else mix
     if not _of_servers(target):
         return MEASURED[workload.operator]
     if _is_latent(workload):
@@ -160,13 +213,26 @@ def _of_servers(target: str) -> bool:
     return where.family == "amx" or (where.family == "x86" and where.lanes == 16)
 
 
+def _cold_bytes(target: str) -> int:
+    """Bytes of pools that calls take in turn; 0 = one pool."""
+    if get_target(target).family == "cuda":
+        return COLD_BYTES["gpu"]
+    return COLD_BYTES["server"] if _of_servers(target) else 0
+
+
 def _is_latent(workload: Workload) -> bool:
     return workload.operator == "paged_decode" and (workload.head_dim_vo or 0) < (workload.head_dim_qk or 0)
 
 
 def _case(
-    workload: Workload, target: str, shared: Path, lengths: Paged | Lightning, seed: int, oracle: bool = False
+    workload: Workload, target: str, shared: Path, lengths: Paged | Mix | Lightning, seed: int, oracle: bool = False
 ) -> Case:
+    if isinstance(lengths, Mix):
+        parts = [
+            (times, PagedCase(workload, target, shared, part, seed + index, oracle=oracle))
+            for index, (times, part) in enumerate(lengths.parts)
+        ]
+        return MixedCase(parts)
     if isinstance(lengths, Paged):
         return PagedCase(workload, target, shared, lengths, seed, oracle=oracle)
     return LightningCase(workload, target, lengths, seed, oracle=oracle)
@@ -174,15 +240,15 @@ def _case(
 
 def _f64(tensor: torch.Tensor) -> np.ndarray:
     """For the oracles: float64 holds every value of every type exactly."""
-    return tensor.double().numpy()
+    return tensor.double().cpu().numpy()
 
 
 class PagedCase:
     """Paged decode or causal extend: a `Case`.
 
     Decode reads its keys, the current token's too, from the pool; extend reads the prefix from the pool and the new
-    tokens from k_new and v_new. On the CPUs of servers decode is timed with cold pools: calls take
-    copies of the pool in turn.
+    tokens from k_new and v_new. On the CPUs of servers and on GPUs decode is timed with cold pools: calls take
+    copies of the pool in turn. (What an extend of these sizes touches is larger than a GPU's cache.)
     """
 
     def __init__(
@@ -192,37 +258,41 @@ class PagedCase:
         dim, dim_v, group = workload.head_dim_qk or 0, workload.head_dim_vo or 0, workload.group or 1
         heads, kv_heads, dtype = group * lengths.kv_heads, lengths.kv_heads, DTYPES[workload.dtype]
         self._decode = workload.operator == "paged_decode"
-        draw = torch.Generator().manual_seed(seed)
+        self.device = device = get_target(target).device
+        draw = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=draw).to(dtype)
+            return torch.randn(shape, generator=draw, device=device).to(dtype)
+
+        def shuffled(count: int) -> torch.Tensor:
+            return torch.randperm(count, generator=draw, device=device)
 
         tokens = sum(new for _, new in lengths.requests)
         pooled = [prefix + new if self._decode else prefix for prefix, new in lengths.requests]
         slots = sum(pooled) + 64
         self._q = normal(tokens, heads, dim)
-        self._k_buffer = pool_zeros((slots, kv_heads, dim), dtype).fill_(math.nan)
+        self._k_buffer = pool_zeros((slots, kv_heads, dim), dtype, device).fill_(math.nan)
         latent = _is_latent(workload)
         if latent:
             self._v_buffer = self._k_buffer[..., :dim_v]
         else:
-            self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
+            self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype, device).fill_(math.nan)
         self._scales: tuple[float, ...] = (0.75, 0.5) if workload.kv_dtype else ()
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
         batch = len(lengths.requests)
-        self._req_to_token = torch.zeros((batch + 3, max(pooled) + 5), dtype=torch.int32)
-        self._req_pool_indices = torch.randperm(batch + 3, generator=draw)[:batch].to(torch.int32)
-        self._kv_start = torch.zeros(batch, dtype=torch.int32)
-        free = torch.randperm(slots, generator=draw)
-        self._sinks = torch.full((heads,), -math.inf)
-        self._out = torch.empty((tokens, heads, dim_v), dtype=dtype)
-        self._lse = torch.empty((tokens, heads))
+        self._req_to_token = torch.zeros((batch + 3, max(pooled) + 5), dtype=torch.int32, device=device)
+        self._req_pool_indices = shuffled(batch + 3)[:batch].to(torch.int32)
+        free = shuffled(slots)
+        self._sinks = torch.full((heads,), -math.inf, device=device)
+        self._out = torch.empty((tokens, heads, dim_v), dtype=dtype, device=device)
+        self._lse = torch.empty((tokens, heads), device=device)
         self._part_o, self._part_lse = torch.empty(0), torch.empty(0)
         self._scale = dim**-0.5
-        self._expected = torch.empty((tokens, heads, dim_v), dtype=torch.float64)
-        self._expected_lse = torch.empty((tokens, heads), dtype=torch.float64)
+        self._expected = torch.empty((tokens, heads, dim_v), dtype=torch.float64, device=device)
+        self._expected_lse = torch.empty((tokens, heads), dtype=torch.float64, device=device)
+        rows_of_table = self._req_pool_indices.tolist()
 
         row = pairs = keys_read = 0
         for index, ((prefix, new), length) in enumerate(zip(lengths.requests, pooled, strict=True)):
@@ -233,7 +303,7 @@ class PagedCase:
             if self._scales:
                 for pool, scale in zip((self._k_buffer, self._v_buffer), self._scales, strict=True):
                     pool[mine] = _codes(pool[mine], scale).to(dtype) * scale  # exact: so few bits fit bf16
-            self._req_to_token[int(self._req_pool_indices[index]), :length] = mine.to(torch.int32)
+            self._req_to_token[rows_of_table[index], :length] = mine.to(torch.int32)
             if not oracle:
                 rows = slice(row, row + new)
                 keys, values = self._k_buffer[mine], self._v_buffer[mine]
@@ -255,11 +325,10 @@ class PagedCase:
         self.bytes = float(keys_read * kv_heads * row * pools[0].itemsize)
         self.bytes += float(tokens * heads * (dim + dim_v) * dtype.itemsize)
         self._pools = [pools]
-        if self._decode and not oracle and _of_servers(target):
-            for _ in range(math.ceil(COLD_BYTES / self.bytes) - 1):
-                k, v = (pool_zeros(x.shape, x.dtype) for x in pools)
-                k.copy_(pools[0])
-                self._pools.append((k, k[..., :dim_v] if latent else v.copy_(pools[1])))
+        if self._decode and not oracle:
+            for _ in range(math.ceil(_cold_bytes(target) / self.bytes) - 1):
+                k, v = (pool_zeros(pool.shape, pool.dtype, device).copy_(pool) for pool in pools)
+                self._pools.append((k, k[..., :dim_v] if latent else v))
         # One order for all candidates: in turns of their own they would follow each other through warm pools.
         self._next_pool = itertools.cycle(self._pools).__next__
 
@@ -273,49 +342,45 @@ class PagedCase:
             None if self._decode else _f64(self._v_new),
             _f64(self._k_buffer),
             _f64(self._v_buffer),
-            self._req_to_token.numpy(),
-            self._req_pool_indices.numpy(),
+            self._req_to_token.cpu().numpy(),
+            self._req_pool_indices.cpu().numpy(),
             np.array([prefix + new for prefix, new in requests]),
             np.array([new for _, new in requests]),
         )
-        self._expected, self._expected_lse = torch.from_numpy(out), torch.from_numpy(lse)
+        self._expected, self._expected_lse = (torch.from_numpy(x).to(self.device) for x in (out, lse))
 
     def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
         """See `Case`."""
-        from tilewright.runtime.planner import Lengths, Tiling, make_work
-
         kernel = store.load(self._workload, self._target, root=root).function
         (merge_workload, merge_target), *_ = companions(self._workload, self._target)
         merge = store.load(merge_workload, merge_target, root=self._shared).function
-        new = np.array([new for _, new in self._lengths.requests], np.int64)
-        keys = np.array([prefix + new for prefix, new in self._lengths.requests], np.int64)
-        work = make_work(
-            Lengths(keys, new, np.cumsum(new) - new),
-            Tiling(**plan),
-            causal=True,
-            window=OFF,
-            from_pool=self._decode,
-            num_kv_heads=self._lengths.kv_heads,
-            threads=torch.get_num_threads(),
-            batch_invariant=False,
-        )
-        items, rows = torch.from_numpy(work.items), torch.from_numpy(work.rows)
+        new = np.array([new for _, new in self._lengths.requests])
+        keys = np.array([prefix + new for prefix, new in self._lengths.requests])
         heads, dim_v = self._out.shape[1:]
-        self._part_o = torch.empty((max(work.partials, 1), heads, dim_v))
-        self._part_lse = torch.empty((max(work.partials, 1), heads))
+        sizes: dict[str, Any] = {
+            "num_qo_heads": heads,
+            "num_kv_heads": self._lengths.kv_heads,
+            "head_dim_qk": self._q.shape[-1],
+            "head_dim_vo": dim_v,
+            "device": self.device,
+        }
+        planned = plan_decode(keys, **sizes) if self._decode else plan_extend(keys, new, **sizes)
+        work = planned.work(Tiling(**plan), OFF, self._decode)
+        # Behind the partial states there may be counters, which are 0 between calls.
+        states = work.buffers.capacity[2]
+        self._part_o, self._part_lse = work.part_o[:states], work.part_lse[:states]
         keys_new = () if self._decode else (self._k_new, self._v_new)
         arguments = (
             *keys_new,
-            self._req_to_token, self._req_pool_indices, self._kv_start, items, self._sinks,
-            self._out, self._lse, self._part_o, self._part_lse,
+            self._req_to_token, self._req_pool_indices, planned.zeros, work.items, self._sinks,
+            self._out, self._lse, work.part_o, work.part_lse,
             self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0, *self._scales,
         )  # fmt: skip
-        merged = (self._part_o, self._part_lse, rows, self._sinks, self._out, self._lse)
 
         def call() -> None:
             kernel(self._q, *self._next_pool(), *arguments)
-            if work.partials:
-                merge(*merged)
+            if work.rows is not None:
+                merge(work.part_o, work.part_lse, work.rows, self._sinks, self._out, self._lse)
 
         return call
 
@@ -349,9 +414,9 @@ def causal_attention(
     """
     tokens, heads, _ = q.shape
     group = heads // keys.shape[1]
-    out = torch.empty((tokens, heads, values.shape[-1]), dtype=torch.float64)
-    lse = torch.empty((tokens, heads), dtype=torch.float64)
-    hidden = torch.ones((tokens, len(keys)), dtype=torch.bool).triu(len(keys) - tokens + 1)
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": q.device}
+    out, lse = torch.empty((tokens, heads, values.shape[-1]), **exact), torch.empty((tokens, heads), **exact)
+    hidden = torch.ones((tokens, len(keys)), dtype=torch.bool, device=q.device).triu(len(keys) - tokens + 1)
     for head in range(heads):
         score = (q[:, head].double() @ keys[:, head // group].double().T * scale).masked_fill_(hidden, -math.inf)
         lse[:, head] = torch.logsumexp(score, -1)
@@ -359,8 +424,40 @@ def causal_attention(
     return out, lse
 
 
+class MixedCase:
+    """Several cases, each so many times in a call: a `Case`."""
+
+    def __init__(self, parts: list[tuple[int, PagedCase]]) -> None:
+        self._parts = parts
+        self.device = parts[0][1].device
+        self.flops = sum(times * part.flops for times, part in parts)
+        self.bytes = sum(times * part.bytes for times, part in parts)
+
+    def bind(self, root: Path, plan: Mapping[str, int]) -> Callable[[], object]:
+        """See `Case`."""
+        calls = [(times, part.bind(root, plan)) for times, part in self._parts]
+
+        def call() -> None:
+            for times, run in calls:
+                for _ in range(times):
+                    run()
+
+        return call
+
+    def poison(self) -> None:
+        """See `Case`."""
+        for _, part in self._parts:
+            part.poison()
+
+    def error(self) -> float:
+        """See `Case`: the worst of them."""
+        return worst(*(part.error() for _, part in self._parts))
+
+
 class LightningCase:
     """Lightning decode or extend, every second request with an initial state: a `Case`."""
+
+    device = "cpu"
 
     def __init__(self, workload: Workload, target: str, lengths: Lightning, seed: int, *, oracle: bool) -> None:
         self._workload, self._target = workload, target

@@ -15,12 +15,18 @@ from typing import Protocol
 
 from tilewright.codegen.bench import inputs
 from tilewright.codegen.bench.inputs import Case
-from tilewright.runtime.manifest import LAUNCHER
+from tilewright.runtime.manifest import CUBIN_NAME, LAUNCHER
 from tilewright.schedules.spaces import Space, get_space
 from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import Workload
 
 Decisions = Mapping[str, int]
+
+
+class RefusedError(RuntimeError):
+    """A candidate that is not worth measuring."""
+
+    reason = "refused"
 
 
 class Problem(Protocol):
@@ -59,7 +65,11 @@ class Problem(Protocol):
         """Build once what every candidate needs beside itself, into the root `shared`."""
 
     def build(self, decisions: Decisions, shared: Path, root: Path) -> None:
-        """Build one candidate into the artifact root `root`, a folder of its own (not there yet)."""
+        """Build one candidate into the artifact root `root`, a folder of its own (not there yet).
+
+        Raises:
+            RefusedError: what the compiler made of it is not worth measuring.
+        """
 
     def measured(self, shared: Path) -> Case:
         """The representative case that is timed."""
@@ -116,7 +126,9 @@ class WorkloadProblem:
 
         launcher = Path(self.target) / LAUNCHER
         shutil.copytree(shared / launcher, root / launcher, copy_function=os.link)
-        build(self.workload, self.target, decisions, root)
+        built = build(self.workload, self.target, decisions, root)
+        if get_target(self.target).device == "cuda":
+            _refuse_spills(built.folder / CUBIN_NAME)
 
     def measured(self, shared: Path) -> Case:
         """See `inputs.measured`."""
@@ -125,3 +137,12 @@ class WorkloadProblem:
     def verified(self, shared: Path) -> list[Case]:
         """See `inputs.verified`."""
         return inputs.verified(self.workload, self.target, shared)
+
+
+def _refuse_spills(cubin: Path) -> None:
+    """A kernel whose registers do not hold what it works on keeps it in memory, between every two instructions."""
+    from tilewright.codegen.cuda_toolchain import resources
+
+    for name, registers, stack in resources(cubin):
+        if stack:
+            raise RefusedError(f"{name}: {stack} bytes of local memory a thread beside {registers} registers")

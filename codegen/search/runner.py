@@ -1,6 +1,7 @@
 """Measures candidates in a worker process that loads them as a server would: the runtime, the launcher, no TVM.
 
-A result is checked before it is timed. One process at a time measures, with nothing else of ours running.
+A result is checked before it is timed. One process at a time measures, with nothing else of ours running. Calls on a
+GPU are timed as replays of a graph of them, between two of the device's own time stamps.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from tilewright.codegen import records, roofline
 from tilewright.codegen.bench.inputs import Case
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.worker import Outcome, Pool
+from tilewright.runtime import features
+from tilewright.schedules.targets import get_target
 
 # One trial: samples of at least SAMPLE_SECONDS each, at least MIN_SAMPLES, until MEASURE_SECONDS or MAX_SAMPLES.
 SAMPLE_SECONDS = 1e-3
@@ -23,6 +29,9 @@ MEASURE_SECONDS = 0.25
 MIN_SAMPLES, MAX_SAMPLES = 5, 60
 PREPARE_SECONDS = 180.0  # for inputs and float64 references
 HOPELESS = 4.0  # times the best: such a candidate is not worth more than one sample
+
+if TYPE_CHECKING:
+    from tilewright.codegen.search.remote import Address, Remote
 
 Contestant = tuple[Path, dict[str, int]]
 
@@ -38,18 +47,51 @@ class Runner:
 
     Args:
         seconds: a candidate that takes longer to check and time is killed.
+        address: of the tracker that knows the machine which measures; None: this one.
+
+    Raises:
+        WorkerError: no such tracker.
     """
 
-    def __init__(self, seconds: float, log: Path, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self, seconds: float, log: Path, interrupted: Callable[[], bool], address: Address | None = None
+    ) -> None:
         self._seconds = seconds
-        self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+        self._pool: Pool | Remote
+        if address is None:
+            self._pool = Pool(1, _import_runtime, log, {}, interrupted)
+        else:
+            from tilewright.codegen.search.remote import Remote
+
+            self._pool = Remote(address, _import_runtime, interrupted)
         self._prepared: tuple[Problem, Path] | None = None
+        self._machine: dict[str, tuple[records.Environment, roofline.Limits | str]] = {}
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *details: object) -> None:
         self._pool.__exit__(*details)
+
+    def environment(self, target: str) -> records.Environment:
+        """Of the machine that measures."""
+        return self._described(target)[0]
+
+    def limits(self, target: str) -> roofline.Limits:
+        """What the machine that measures reaches with the target's instructions; measured once.
+
+        Raises:
+            roofline.RooflineError: they could not be measured.
+        """
+        limits = self._described(target)[1]
+        if isinstance(limits, str):
+            raise roofline.RooflineError(limits)
+        return limits
+
+    def _described(self, target: str) -> tuple[records.Environment, roofline.Limits | str]:
+        if target not in self._machine:
+            self._machine[target] = self._value(self._one(_describe, (target,), PREPARE_SECONDS))
+        return self._machine[target]
 
     def work(self, problem: Problem, shared: Path) -> tuple[float, float]:
         """Flops and bytes of one call of the measured case (which this prepares)."""
@@ -61,9 +103,6 @@ class Runner:
         """Check and time one candidate; the outcome's value is its undisturbed microseconds."""
         self._prepare(problem, shared)
         outcome = self._one(_measure, (problem, shared, contestant, best_us), self._seconds)
-        if outcome.reason == WrongResultError.reason:
-            self._pool.restart()  # it may have written anywhere
-            self._prepared = None
         return outcome
 
     def compare(
@@ -90,7 +129,9 @@ class Runner:
 
     def _one(self, function: Callable[..., object], task: tuple[object, ...], seconds: float) -> Outcome:
         outcome = next(outcome for _, outcome in self._pool.map(function, [task], seconds))
-        if outcome.reason in ("crashed", "timed out"):
+        if outcome.reason:
+            if outcome.reason not in ("crashed", "timed out"):  # after those it has restarted
+                self._pool.restart()  # a candidate may have written anywhere, or broken a GPU's context
             self._prepared = None
         return outcome
 
@@ -104,6 +145,21 @@ def _import_runtime() -> None:
     import torch  # noqa: F401
 
 
+def _describe(target: str) -> tuple[records.Environment, roofline.Limits | str]:
+    missing = features.missing_features(get_target(target).features)
+    if missing:
+        raise RuntimeError(f"{target}: cannot be measured on this machine, it does not run {', '.join(missing)}")
+    environment = records.current_environment()
+    if get_target(target).device == "cuda":
+        from tilewright.codegen.bench.gpu_protocol import gpu_name
+
+        environment = msgspec.structs.replace(environment, gpu=gpu_name())
+    try:
+        return environment, roofline.measure(target)
+    except roofline.RooflineError as error:
+        return environment, str(error)
+
+
 @functools.lru_cache(maxsize=1)
 def _measured(problem: Problem, shared: Path) -> Case:
     return problem.measured(shared)
@@ -114,25 +170,27 @@ def _work(problem: Problem, shared: Path) -> tuple[float, float]:
     return case.flops, case.bytes
 
 
-def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], float, float]:
-    """The bound candidate, the seconds of its first call and its error; raises WrongResultError."""
+def _checked(case: Case, contestant: Contestant) -> tuple[Callable[[], object], float]:
+    """The bound candidate and the error of its first call; raises WrongResultError."""
     root, plan = contestant
     call = case.bind(root, plan)
-    case.poison()
-    started = time.perf_counter()
-    call()
-    first = time.perf_counter() - started
-    error = case.error()
-    if not error <= 1:
-        raise WrongResultError(f"error {error:.3g} times the tolerance")
-    return call, first, error
+    return call, _error(case, call)
 
 
-def _sample(call: Callable[[], object], number: int) -> float:
-    started = time.perf_counter()
-    for _ in range(number):
-        call()
-    return (time.perf_counter() - started) / number
+def _clock(device: str, call: Callable[[], object], number: int) -> Callable[[], float]:
+    """A function that makes `number` calls and returns the seconds of one."""
+    if device == "cuda":
+        from tilewright.codegen.bench.gpu_protocol import replayed
+
+        return replayed(call, number)
+
+    def sample() -> float:
+        started = time.perf_counter()
+        for _ in range(number):
+            call()
+        return (time.perf_counter() - started) / number
+
+    return sample
 
 
 def _undisturbed(samples: list[float]) -> float:
@@ -145,15 +203,17 @@ def _undisturbed(samples: list[float]) -> float:
 
 
 def _measure(problem: Problem, shared: Path, contestant: Contestant, best_us: float) -> float:
-    call, _, _ = _checked(_measured(problem, shared), contestant)
-    warm = _sample(call, 1)
+    case = _measured(problem, shared)
+    call, _ = _checked(case, contestant)
+    warm = _clock(case.device, call, 1)()
     if warm * 1e6 > HOPELESS * best_us:
         return warm * 1e6
     number = max(1, math.ceil(SAMPLE_SECONDS / warm))
+    sample = _clock(case.device, call, number)
     samples = [warm] if number == 1 else []
     end = time.perf_counter() + MEASURE_SECONDS
     while len(samples) < MIN_SAMPLES or (time.perf_counter() < end and len(samples) < MAX_SAMPLES):
-        samples.append(_sample(call, number))
+        samples.append(sample())
     return _undisturbed(samples) * 1e6
 
 
@@ -162,7 +222,8 @@ def _compare(
 ) -> tuple[list[float], float]:
     case = _measured(problem, shared)
     calls = [_checked(case, contestant)[0] for contestant in contestants]
-    numbers = [max(1, math.ceil(SAMPLE_SECONDS / _sample(call, 1))) for call in calls]
+    numbers = [max(1, math.ceil(SAMPLE_SECONDS / _clock(case.device, call, 1)())) for call in calls]
+    clocks = [_clock(case.device, call, number) for call, number in zip(calls, numbers, strict=True)]
     samples: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     turn = 0
@@ -170,15 +231,28 @@ def _compare(
         # Forward and backward in turn: nobody always follows the same neighbour.
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
-            samples[index].append(_sample(calls[index], numbers[index]))
+            samples[index].append(clocks[index]())
         turn += 1
     spread = max(statistics.median(values) / _undisturbed(values) for values in samples)
     return [_undisturbed(values) * 1e6 for values in samples], spread
 
 
 def _verify(problem: Problem, shared: Path, contestant: Contestant) -> tuple[float, int]:
-    cases = _verified(problem, shared)
-    return max(_checked(case, contestant)[2] for case in cases), len(cases)
+    cases, worst = _verified(problem, shared), 0.0
+    for case in cases:
+        call, error = _checked(case, contestant)
+        # Twice: a kernel may leave behind what its next call stumbles over.
+        worst = max(worst, error, _error(case, call))
+    return worst, len(cases)
+
+
+def _error(case: Case, call: Callable[[], object]) -> float:
+    case.poison()
+    call()
+    error = case.error()
+    if not error <= 1:
+        raise WrongResultError(f"error {error:.3g} times the tolerance")
+    return error
 
 
 @functools.lru_cache(maxsize=1)

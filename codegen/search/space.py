@@ -85,8 +85,10 @@ def space_generator(space: Space) -> ms.space_generator.ScheduleFn:
 
 
 def features_of(space: Space, decisions: Mapping[str, int]) -> list[float]:
-    """What the cost model sees of a candidate: log2(1 + value) of each decision."""
-    return [math.log2(1 + abs(decisions[name])) for name in space.choices]
+    """What the cost model sees of a candidate: log2(1 + value) of each decision and of what the planner is told."""
+    plan = space.plan(decisions)
+    values = [*(decisions[name] for name in space.choices), *(plan[name] for name in sorted(plan))]
+    return [math.log2(1 + abs(value)) for value in values]
 
 
 @derived_object

@@ -15,15 +15,18 @@ from tilewright.codegen import records, roofline
 from tilewright.codegen.search.builder import Builder, root_of
 from tilewright.codegen.search.problem import Problem
 from tilewright.codegen.search.progress import Progress, Row
+from tilewright.codegen.search.remote import Address
 from tilewright.codegen.search.runner import Runner
 from tilewright.codegen.search.stop import Stop
 from tilewright.codegen.search.trials import Trial, Trials
 from tilewright.codegen.search.verdict import Finals, Result, decide
 from tilewright.codegen.search.worker import Interrupted, WorkerError
+from tilewright.schedules.targets import get_target
 from tilewright.schedules.workload import DEFINITION_REVISION
 
 BATCH = 16  # candidates between two rounds of learning
 FINALISTS = 8
+NEIGHBOURS = 8  # records of other sizes that a search begins with
 FINAL_SHARE, LEAST_FINAL_SECONDS = 0.15, 6.0  # of a workload's time, for measuring again and verifying
 COMPARE_SECONDS = 12.0
 BUSY = 1.3  # spread of the samples above which the times mean little
@@ -44,6 +47,7 @@ class Options:
         records: root of tuning_logs. work: root of the working logs and candidates, may be deleted between runs.
         build_seconds, run_seconds: a candidate that takes longer is killed.
         builders: processes that build.
+        measure_at: the tracker of the machine that measures; None: this machine.
     """
 
     trials: int
@@ -55,6 +59,7 @@ class Options:
     build_seconds: float = 120.0
     run_seconds: float = 30.0
     builders: int = 1
+    measure_at: Address | None = None
 
 
 def tune(
@@ -73,7 +78,7 @@ def tune(
     with (
         stop.on_signals(),
         Builder(options.builders, options.build_seconds, log, stop) as builder,
-        Runner(options.run_seconds, log, stop) as runner,
+        Runner(options.run_seconds, log, stop, options.measure_at) as runner,
     ):
         return tune_with(builder, runner, problems, options, progress, rows, stop)
 
@@ -136,7 +141,7 @@ class _Search:
         started = time.monotonic()
         self.folder, self.shared = folder, folder / "shared"
         self.space = problem.space()
-        self.environment = records.current_environment()
+        self.environment = self.runner.environment(problem.target)
         self.old = self._old_record()
         self.trials = Trials(self.folder, self._identity(), options.resume)
         if self.trials.note:
@@ -149,7 +154,7 @@ class _Search:
         self.flops, self.bytes = self.runner.work(problem, self.shared)
         self.limit_us = None
         try:
-            self.limit_us = roofline.measure(problem.target).seconds(self.flops, self.bytes) * 1e6
+            self.limit_us = self.runner.limits(problem.target).seconds(self.flops, self.bytes) * 1e6
         except roofline.RooflineError as error:
             self.progress.note(f"{problem.name}: no share of the roofline is shown: {error}")
         self.search_until = self.deadline - max(FINAL_SHARE * (self.deadline - started), LEAST_FINAL_SECONDS)
@@ -176,21 +181,26 @@ class _Search:
     # ---- the trials
 
     def _identity(self) -> dict[str, object]:
+        found = self.environment
+        machine = {"gpu": found.gpu} if found.gpu else {"cpu": found.cpu, "cores": found.cores}
         return {
             "schema": 1,
             "key": self.problem.key,
             "target": self.problem.target,
             "code": self.problem.fingerprint(),
-            "cpu": self.environment.cpu,
-            "cores": self.environment.cores,
+            **machine,
         }
 
     def _recorded(self) -> list[dict[str, int]]:
-        """The committed record's best few that this space still knows: good places to start from."""
-        if self.old is None or not self.options.resume:
+        """Good places to start from: the record's best few, and what was found for other sizes of the operator."""
+        if not self.options.resume:
             return []
-        known = [self.old.decisions, *(timed.decisions for timed in self.old.top)]
-        return [decisions for decisions in known if self._valid(decisions)]
+        own = [] if self.old is None else [self.old.decisions, *(timed.decisions for timed in self.old.top)]
+        operator = self.problem.name.split("-", 1)[0]
+        others = (self.options.records / self.problem.target).glob(f"{operator}-*/{records.RECORD_FILE}")
+        found = [records.load(path).decisions for path in sorted(others)]
+        distinct = [decisions for index, decisions in enumerate(found) if decisions not in found[:index]]
+        return [*filter(self._valid, own), *[*filter(self._valid, distinct)][:NEIGHBOURS]]
 
     def _valid(self, decisions: dict[str, int]) -> bool:
         choices = self.space.choices
@@ -220,36 +230,44 @@ class _Search:
         return max(count, 1)
 
     def _measure(self, candidates: Sequence[dict[str, int]], at_any_cost: bool = False) -> list[Trial]:
-        """Build the candidates in parallel, then measure them one by one with nothing else running."""
+        """Build the candidates in parallel and measure them one by one.
+
+        On this machine's CPU nothing else runs meanwhile; a GPU or another machine does not feel what still builds.
+        """
         if not candidates:
             return []
         started, before = time.monotonic(), len(self.trials.done)
         enough = (lambda: False) if at_any_cost else (lambda: time.monotonic() >= self.search_until)
+        apart = get_target(self.problem.target).device == "cuda" or self.options.measure_at is not None
         built = []
         for index, outcome in self.builder.build(self.problem, candidates, self.shared, self.folder, enough):
             if outcome.reason:
-                reason = outcome.reason if outcome.reason in ("crashed", "timed out") else "failed"
+                reason = outcome.reason if outcome.reason in ("crashed", "timed out", "refused") else "failed"
                 self._add(Trial(candidates[index], None, f"build {reason}", outcome.detail))
-            else:
+            elif not apart:
                 built.append(index)
+            elif not enough():
+                self._time(candidates[index])
         self.builder.settle()  # one that crashed has started anew
         for index in sorted(built):
             if enough():
                 break
-            decisions = candidates[index]
-            outcome = self.runner.measure(self.problem, self.shared, self._contestant(decisions), self.trials.best_us)
-            if outcome.reason:
-                reason = outcome.reason if outcome.reason in ("crashed", "timed out", "wrong result") else "failed"
-                detail = outcome.detail if reason != "failed" else f"{outcome.reason}: {outcome.detail}"
-                self._add(Trial(decisions, None, reason, detail))
-            else:
-                self._add(Trial(decisions, float(outcome.value)))
+            self._time(candidates[index])
         self._forget_losers()
         new = self.trials.done[before:]
         if new:
             self._batch_seconds.append((time.monotonic() - started) / len(new))
             self.row.seconds_per_trial = statistics.median(self._batch_seconds[-3:])
         return new
+
+    def _time(self, decisions: dict[str, int]) -> None:
+        outcome = self.runner.measure(self.problem, self.shared, self._contestant(decisions), self.trials.best_us)
+        if outcome.reason:
+            reason = outcome.reason if outcome.reason in ("crashed", "timed out", "wrong result") else "failed"
+            detail = outcome.detail if reason != "failed" else f"{outcome.reason}: {outcome.detail}"
+            self._add(Trial(decisions, None, reason, detail))
+        else:
+            self._add(Trial(decisions, float(outcome.value)))
 
     def _contestant(self, decisions: dict[str, int]) -> tuple[Path, dict[str, int]]:
         return root_of(self.folder, decisions), self.space.plan(decisions)

@@ -58,14 +58,14 @@ def decide(finals: Finals, record: records.Record, old: records.Record | None, r
     if old is not None and not old.environment.same_machine(record.environment):
         if finals.old is not None and finals.old.us <= best.us * (1 + TIE):
             message = (
-                f"{name}: the record made on {old.environment.cpu} is kept: its schedule is still the fastest here "
+                f"{name}: the record made on {old.environment.device} is kept: its schedule is still the fastest here "
                 f"({finals.old.us:.1f} us, untuned {default.us:.1f} us)"
             )
             return Result(name, old, message=message), default.us / finals.old.us
         us = None if finals.old is None else finals.old.us
         record = msgspec.structs.replace(record, replaced=records.Replaced(old.decisions, us, old.environment))
         here = "does not run here" if us is None else f"{us:.1f} us here"
-        here = f"; it replaces the record made on {old.environment.cpu} ({here})"
+        here = f"; it replaces the record made on {old.environment.device} ({here})"
     path = records.write(root, record)
     if best.decisions == default.decisions:
         message = (

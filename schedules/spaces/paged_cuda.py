@@ -26,6 +26,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 _BUSY_WARPS = 8  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
+_MOST_WARPS = 16  # of a multiprocessor, by the registers that decode takes
 # The largest head dim of which one warp can hold all, and up to which it does so with registers to spare.
 _NARROW, _COMFORTABLE = 256, 192
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
@@ -71,7 +72,7 @@ def space(workload: Workload, target: Target) -> Space:
 
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
-    """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item."""
+    """Decisions: warps, stages of a ring, fewest and most keys of an item, keys of a tile, CTAs of a multiprocessor."""
     choices = {
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
@@ -79,21 +80,24 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
         "max_split": (0, 2048, 4096, 8192),
         "keys": (16, 32),
         "bulk": (0, 1),
+        "ctas": (1, 2, 3, 4, 6, 8),
     }
 
     def legal(n: Decisions) -> bool:
         if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
             return False
-        return cuda_decode.shared_elements(workload, n) * 2 + _SMALL <= _shared_memory(target)
+        used = cuda_decode.shared_elements(workload, n) * 2
+        if used + _SMALL > _shared_memory(target):
+            return False
+        return n["ctas"] <= _resident(target, n["warps"], used, _MOST_WARPS)
 
-    rest = {"min_split": 512, "max_split": 0, "keys": 16, "bulk": 0}
+    def begin(warps: int, stages: int) -> dict[str, int]:
+        n = {"warps": warps, "stages": stages, "min_split": 512, "max_split": 0, "keys": 16, "bulk": 0}
+        return n | {"ctas": _resident(target, warps, cuda_decode.shared_elements(workload, n) * 2)}
+
     return Space(
         choices=choices,
-        default=next(
-            n
-            for warps, stages in ((8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2))
-            if legal(n := rest | {"warps": warps, "stages": stages})
-        ),
+        default=next(n for size in ((8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)) if legal(n := begin(*size))),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
@@ -101,7 +105,7 @@ def _decode(workload: Workload, target: Target, where: str) -> Space:
             "chunk": n["keys"] * n["warps"],
             "min_split": n["min_split"],
             "max_split": n["max_split"],
-            "ctas": _resident(target, n["warps"], cuda_decode.shared_elements(workload, n) * 2),
+            "ctas": n["ctas"],
             "blocks": cuda_decode.blocks(workload),
             "joins": 1,
         },
@@ -143,12 +147,12 @@ def _wide_decode(workload: Workload, target: Target) -> Space:
     )
 
 
-def _resident(target: Target, warps: int, ring: int) -> int:
-    """Thread blocks of decode for each multiprocessor: enough to keep the memory busy, where it has room for them.
+def _resident(target: Target, warps: int, used: int, most_warps: int = _BUSY_WARPS) -> int:
+    """Thread blocks of decode for each multiprocessor, as many as it has room for (one at least) of `most_warps`.
 
-    More would fit, but each would only be slower, and the planner would cut contexts finer for them.
+    Those beyond what keeps the memory busy are only slower each, and the planner cuts contexts finer for them.
     """
-    return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _BUSY_WARPS // warps), 1)
+    return max(min((_shared_memory(target) + _SMALL) // (used + _SMALL), most_warps // warps), 1)
 
 
 def _extend(workload: Workload, target: Target, where: str) -> Space:

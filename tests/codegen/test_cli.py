@@ -34,7 +34,7 @@ def test_help_lists_the_commands_that_exist(run):
 
 
 def test_rooms_are_imported_on_demand(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "ROOMS", {"ghost": "no_such_room"})
+    monkeypatch.setattr(cli, "ROOMS", {"ghost": "no_such_room.command"})
     assert "ghost" not in run("--help").output
     assert run("ghost").exit_code == 2
 

@@ -138,3 +138,16 @@ def test_current_environment_names_the_machine():
     assert "torch" in environment.versions
     assert environment.same_machine(msgspec.structs.replace(environment, date="1999-01-01"))
     assert not environment.same_machine(msgspec.structs.replace(environment, cpu="another"))
+
+
+def test_a_gpu_is_part_of_the_environment_and_makes_times_comparable(tmp_path):
+    on_cpu = make().environment
+    on_gpu = msgspec.structs.replace(on_cpu, gpu="Some GPU (9.0)")
+    assert on_cpu.device == "Some CPU (1/2/3)" and on_gpu.device == "Some GPU (9.0)"
+    assert on_gpu.same_machine(msgspec.structs.replace(on_gpu, cpu="another", cores=64))
+    assert not on_gpu.same_machine(msgspec.structs.replace(on_gpu, gpu="another"))
+    assert not on_gpu.same_machine(on_cpu) and not on_cpu.same_machine(on_gpu)
+    record = make(environment=on_gpu, replaced=records.Replaced({"tile": 2}, 5.0, on_gpu))
+    assert records.load(records.write(tmp_path, record)) == record
+    assert ",Some GPU (9.0),2," in (tmp_path / TARGET / "SUMMARY.csv").read_text()
+    assert "gpu" not in records.dumps(make(replaced=records.Replaced({"tile": 2}, 5.0, on_cpu)))

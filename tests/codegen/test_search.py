@@ -1,6 +1,5 @@
 """The search on the toy problem of search_toy.py: real candidates, real worker processes."""
 
-import io
 import json
 import os
 import shutil
@@ -9,54 +8,15 @@ import signal
 import msgspec
 import pytest
 from filelock import FileLock
-from rich.console import Console
+from search_runs import FAILURES, log_of, run
 from search_toy import TARGET, ToyProblem, definition
 
 from tilewright.codegen import records, roofline
 from tilewright.codegen.search import space
 from tilewright.codegen.search.builder import Builder, root_of
-from tilewright.codegen.search.progress import Progress, Row
 from tilewright.codegen.search.runner import Runner
-from tilewright.codegen.search.stop import Stop
-from tilewright.codegen.search.tune import BUSY, Options, tune, tune_with
+from tilewright.codegen.search.tune import BUSY
 from tilewright.codegen.search.worker import Interrupted
-
-FAILURES = {
-    "build failed": 1,
-    "build crashed": 1,
-    "build timed out": 1,
-    "crashed": 1,
-    "timed out": 1,
-    "wrong result": 1,
-}  # fmt: skip
-
-
-class Recorder(Progress):
-    """The real display into a string; calls `on_trial(count)` after each trial."""
-
-    def __init__(self, rows, on_trial=lambda count: None):
-        self.text = io.StringIO()
-        super().__init__(Console(file=self.text, force_terminal=False, width=200), rows)
-        self.on_trial = on_trial
-
-    def update(self, row):
-        super().update(row)
-        if row.searching and row.trials:
-            self.on_trial(row.trials)
-
-
-def run(folder, problem, workers=None, on_trial=lambda count: None, **changes):
-    """One search with its own worker processes, or with `workers` (builder, runner) that stay."""
-    fields = {
-        "trials": 40, "seconds": 240.0, "seed": 1, "resume": True,
-        "records": folder / "records", "work": folder / "work", "build_seconds": 5.0, "run_seconds": 4.0, "builders": 2,
-    }  # fmt: skip
-    options = Options(**fields | changes)
-    rows = [Row(problem.name, options.trials)]
-    display = Recorder(rows, on_trial)
-    start = tune if workers is None else lambda *arguments: tune_with(*workers, *arguments)
-    (result,) = start([problem], options, display, rows, Stop())
-    return result, display.text.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +24,6 @@ def workers(tmp_path_factory):
     log = tmp_path_factory.mktemp("workers") / "log"
     with Builder(1, 60.0, log, lambda: False) as builder, Runner(60.0, log, lambda: False) as runner:
         yield builder, runner
-
-
-def log_of(folder):
-    lines = (folder / "work" / TARGET / "toy" / "trials.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[1:]]
 
 
 def built(folder):
@@ -221,13 +176,14 @@ def test_a_default_that_fails_is_an_error_of_its_workload(tmp_path, workers):
 
 
 def test_a_target_whose_peak_is_unknown_is_still_searched(again, workers, monkeypatch):
-    monkeypatch.delitem(roofline.FLAGS, TARGET)
-    roofline.measure.cache_clear()
+    def unknown(self, target):
+        raise roofline.RooflineError(f"{target}: its peak cannot be measured")
+
+    monkeypatch.setattr(Runner, "limits", unknown)
     result, text = run(again, ToyProblem(faulty=True), workers, seconds=4.0)
     assert result.record.roofline_percent is None
     assert "peak cannot be measured" in text
     assert "- % of roofline" in text
-    roofline.measure.cache_clear()
 
 
 def test_two_searches_do_not_share_a_folder(tmp_path, workers):

@@ -7,6 +7,7 @@ import torch
 from search_toy import TARGET
 
 from tilewright.codegen.bench import inputs
+from tilewright.codegen.bench.inputs import Mix, Paged
 from tilewright.schedules.workload import Workload
 
 
@@ -60,3 +61,29 @@ def test_the_inputs_know_right_from_wrong(operator, dtype, tmp_path):
 def test_trees_are_not_searched():
     with pytest.raises(ValueError, match="paged_extend-bf16-g4-d128-tree: there is nothing to search"):
         inputs.check_operator(Workload("paged_extend", "bf16", 4, 128, 128, tree=True))
+def test_a_mix_runs_each_batch_so_often_and_is_right_where_all_are(monkeypatch, tmp_path):
+    workload = Workload("paged_decode", "bf16", 4, 64, 64)
+    mix = Mix(((2, Paged(((16, 1), (0, 1)), 2)), (3, Paged(((7, 1),), 1))))
+    case = inputs._case(workload, TARGET, tmp_path, mix, 5)
+    runs = []
+    monkeypatch.setattr(inputs.PagedCase, "bind", lambda part, root, plan: lambda: runs.append(part))
+    case.bind(tmp_path, {"chunk": 16})()
+    first, second = runs[0], runs[-1]
+    assert runs == [first, first, second, second, second] and first is not second
+    assert (case.flops, case.bytes) == (2 * first.flops + 3 * second.flops, 2 * first.bytes + 3 * second.bytes)
+    case.poison()
+    for part in (first, second):
+        assert math.isnan(case.error())
+        part._out.copy_(part._expected)
+        part._lse.copy_(part._expected_lse)
+    assert case.error() <= 1
+
+
+@pytest.mark.parametrize("operator", ["paged_decode", "paged_extend"])
+def test_gpus_get_several_batches(operator):
+    workload = Workload(operator, "bf16", 4, 128, 128)
+    mix = inputs._lengths(workload, "cuda-sm90a")
+    assert len(mix.parts) > 1 and all(times > 0 for times, _ in mix.parts)
+    assert len(inputs.describe(workload, "cuda-sm90a").split("; ")) == 2 * len(mix.parts)
+    latent = inputs._lengths(Workload("paged_decode", "bf16", 16, 576, 512), "cuda-sm90a")
+    assert {part.kv_heads for _, part in latent.parts} == {1}

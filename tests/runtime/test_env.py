@@ -20,6 +20,7 @@ def test_defaults_serve():
         "TILEWRIGHT_TARGET": None,
         "TILEWRIGHT_STRICT": False,
         "TILEWRIGHT_CHECK": False,
+        "TILEWRIGHT_CUDA_TOOLKIT": None,
         "TILEWRIGHT_LOG": "warning",
     }
 
