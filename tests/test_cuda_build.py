@@ -22,10 +22,18 @@ SUBSET = {
         "paged_decode-bf16-g4-d128", "paged_decode-bf16-g3-d64", "paged_decode-fp16-g8-d128",
         "paged_extend-bf16-g4-d128", "paged_extend-bf16-g3-d64", "merge-bf16", "write_kv-bf16",
     ],
-    "cuda-sm80": ["paged_decode-bf16-g4-d128", "merge-bf16"],
+    "cuda-sm80": ["paged_decode-bf16-g4-d128", "paged_extend-bf16-g4-d128", "merge-bf16"],
+}  # fmt: skip
+# Beside the catalogue: what `tilewright build` makes of any legal shape. One of each kind of extend by mma.sync.
+BESIDE = {
+    "cuda-sm90a": [
+        "paged_extend-bf16-g5-d96", "paged_extend-fp16-g4-d256", "paged_extend-bf16-kvfp8-g4-d128-tree",
+    ],
+    "cuda-sm80": ["paged_extend-bf16-kvfp8-g22-d576v512"],
 }  # fmt: skip
 # What a launch leaves a thread of 65536 registers, with the CTAs that should share a multiprocessor.
 MOST_REGISTERS = {"paged_decode": 208, "paged_extend": 168, "merge": 64, "write_kv": 64}
+MOST_REGISTERS_MMA = 255
 
 
 def _missing() -> str:
@@ -40,9 +48,10 @@ needs_compiler = pytest.mark.skipif(bool(_missing()), reason=_missing() or "inst
 
 
 def _chosen(target):
+    beside = [Workload.parse(name) for name in BESIDE[target]]
     if os.environ.get("TILEWRIGHT_TEST_ALL_CUDA"):
-        return list(all_workloads(target))
-    return [Workload.parse(name) for name in SUBSET[target]]
+        return [*all_workloads(target), *beside]
+    return [Workload.parse(name) for name in SUBSET[target]] + beside
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +67,8 @@ def kernels():
 
 def test_subset_is_of_the_catalogue():
     for target, names in SUBSET.items():
-        assert set(names) <= {workload.name for workload in all_workloads(target)}
+        listed = {workload.name for workload in all_workloads(target)}
+        assert set(names) <= listed and not set(BESIDE[target]) & listed
 
 
 @needs_compiler
@@ -70,14 +80,24 @@ def test_machine_code_is_what_was_meant(kernels, target):
         assert kernel.name == f"{workload.operator}_kernel"
         assert kernel.stack == 0, f"{workload.name}: {kernel.stack} bytes of local memory a thread"
         assert count["LDL"] == count["STL"] == 0, workload.name
-        assert kernel.registers <= MOST_REGISTERS[workload.operator], workload.name
+        default = get_space(workload, target).default
+        by_warps = "columns" in default  # extend by mma.sync
+        most = MOST_REGISTERS_MMA if by_warps else MOST_REGISTERS[workload.operator]
+        assert kernel.registers <= most, workload.name
         dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
         if workload.operator == "paged_decode":
             # A tile of 16 keys: two products for every 16 columns of K and every 16 of V.
             assert count["HMMA"] == 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["LDSM"] == (dims[0] + dims[1]) // 16, workload.name
+        elif by_warps:
+            blocks = default["rows"] * default["columns"] // (16 * default["warps"])
+            keys, part = default["keys"], -(-dims[1] // 16) * 2 // default["columns"]
+            # A tile: scores of the warp's keys, then its columns of the values, eight at a time.
+            scores = blocks * (keys // default["columns"] // 8) * -(-dims[0] // 16)
+            assert count["HMMA"] == scores + blocks * part * (keys // 16) and count["HGMMA"] == 0, workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] > 0, workload.name
         elif workload.operator == "paged_extend":
-            keys = get_space(workload, target).default["keys"]
+            keys = default["keys"]
             # Scores and values, in the loop and once before and after it.
             assert count["HGMMA"] == 2 * (dims[0] // 16 + keys // 16) and count["HMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 2, workload.name
@@ -133,9 +153,10 @@ def test_toolchain_leaves_the_environment_alone():
     [
         ("paged_decode-f32-g4-d128", "cuda-sm90a", "f32"),
         ("paged_decode-bf16-general", "cuda-sm90a", "general"),
-        ("paged_extend-bf16-g4-d100", "cuda-sm90a", "multiples of 16"),
+        ("paged_extend-bf16-g4-d100", "cuda-sm90a", "multiples of 8"),
+        ("paged_extend-bf16-kvfp8-g4-d72", "cuda-sm80", "multiples of 16"),
+        ("paged_extend-bf16-g4-d1024", "cuda-sm80", "shared memory"),
         ("paged_decode-bf16-g17-d128", "cuda-sm90a", "group"),
-        ("paged_extend-bf16-g4-d128", "cuda-sm80", "sm_90a"),
         ("lightning_decode-bf16-d128", "cuda-sm90a", "no kernels"),
     ],
 )

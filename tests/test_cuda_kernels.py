@@ -61,6 +61,7 @@ class Case:
     seed: int = 0
     options: Options = field(default_factory=Options)
     scale_q: float = 1.0
+    kv_scales: tuple[float, float] = (0.3, 2.0)  # of keys and values in a pool of e4m3
 
     def __post_init__(self):
         w = self.workload
@@ -76,8 +77,9 @@ class Case:
         fresh = [keys - n for (keys, _), n in zip(self.requests, pooled, strict=True)]
         slots = sum(pooled) + 50
         order = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(self.seed)) + 1).tolist()
-        self.k_buffer = torch.full((slots, hk, dim), math.nan, device="cuda", dtype=dtype)
-        self.v_buffer = torch.full((slots, hk, dim_vo), math.nan, device="cuda", dtype=dtype)
+        pool = dtype if w.kv_dtype is None else torch.float8_e4m3fn
+        self.k_buffer = torch.full((slots, hk, dim), math.nan, device="cuda", dtype=torch.float32).to(pool)
+        self.v_buffer = torch.full((slots, hk, dim_vo), math.nan, device="cuda", dtype=torch.float32).to(pool)
         self.k_new = torch.full((sum(fresh) + 3, hk, dim), math.nan, device="cuda", dtype=dtype)
         self.v_new = torch.full((sum(fresh) + 3, hk, dim_vo), math.nan, device="cuda", dtype=dtype)
         batch = len(self.requests)
@@ -89,12 +91,35 @@ class Case:
             own, order = order[:n], order[n:]
             table[self.table_rows[b], self.starts[b] : self.starts[b] + n] = torch.tensor(own, dtype=torch.int32)
             key, value = normal(keys, hk, dim), normal(keys, hk, dim_vo)
-            self.k_buffer[own], self.v_buffer[own] = key[:n], value[:n]
+            if w.kv_dtype is not None:
+                for x, scale, buffer in zip((key, value), self.kv_scales, (self.k_buffer, self.v_buffer), strict=True):
+                    buffer[own] = (x[:n].float() / scale).to(buffer.dtype)
+                key, value = (
+                    torch.cat((buffer[own].double() * scale, x[n:].double()))
+                    for x, scale, buffer in zip(
+                        (key, value), self.kv_scales, (self.k_buffer, self.v_buffer), strict=True
+                    )
+                )
+            else:
+                self.k_buffer[own], self.v_buffer[own] = key[:n], value[:n]
             self.k_new[used : used + keys - n], self.v_new[used : used + keys - n] = key[n:], value[n:]
             self.new_rows.append(used - n)
             used += keys - n
             self.keys.append(key), self.values.append(value)
+        if w.kv_dtype is not None:
+            self.k_buffer, self.v_buffer = self.k_buffer.view(torch.uint8), self.v_buffer.view(torch.uint8)
         self.prefixes = pooled
+        # Of new tokens among themselves; between the requests' masks lies what nobody may take for a permission.
+        self.masks = [torch.rand(t, max(k - n, 0), generator=torch.Generator().manual_seed(b)) < 0.6
+                      for b, ((k, t), n) in enumerate(zip(self.requests, pooled, strict=True))]  # fmt: skip
+        flat, starts = [], []
+        for mask in self.masks:
+            flat.append(torch.ones(5, dtype=torch.uint8))
+            starts.append(sum(map(len, flat)))
+            flat.append(mask.flatten().to(torch.uint8) * 7)
+        self.mask = torch.cat(flat).cuda()
+        self.mask_start = torch.tensor(starts, dtype=torch.int32).cuda()
+        self.mask_width = torch.tensor([mask.shape[1] for mask in self.masks], dtype=torch.int32).cuda()
         self.req_to_token = table.cuda()
         self.q = normal(sum(t for _, t in self.requests), hk * w.group, dim) * self.scale_q
         # One row more than the kernel is given.
@@ -116,7 +141,7 @@ class Case:
                 for number, (begin, length) in enumerate(ranges):
                     part = partials + number * count if len(ranges) > 1 else -1
                     items.append([b, first_row + start, count, begin, length, keys - tokens + start,
-                                  self.prefixes[b], self.new_rows[b], part, 0])  # fmt: skip
+                                  self.prefixes[b], self.new_rows[b], part, self.prefixes[b]])  # fmt: skip
                 if len(ranges) > 1:
                     rows += [[first_row + start + i, partials + i, len(ranges), count] for i in range(count)]
                     partials += len(ranges) * count
@@ -136,7 +161,10 @@ class Case:
         self.module.function(
             self.q, self.k_buffer, self.v_buffer, *((self.k_new, self.v_new) if extend else ()),
             self.req_to_token, self.table_rows.cuda(), self.starts.cuda(), self.items, self.sinks,
-            self.out, self.lse, self.part_o, self.part_lse, *self.options.arguments(self.q.shape[2]),
+            self.out, self.lse, self.part_o, self.part_lse,
+            *((self.mask, self.mask_start, self.mask_width) if self.workload.tree else ()),
+            *self.options.arguments(self.q.shape[2]),
+            *(() if self.workload.kv_dtype is None else self.kv_scales),
         )  # fmt: skip
         if len(self.rows) > 1:
             merge = store.load(Workload("merge", self.workload.dtype), target())
@@ -157,7 +185,10 @@ class Case:
                 score = o.cap * torch.tanh(score / o.cap)
             position = torch.arange(keys - tokens, keys, device="cuda")[:, None]
             j = torch.arange(keys, device="cuda")
-            score.masked_fill_(~((j > position - o.window) & (j <= position + o.lookahead))[:, None], -math.inf)
+            visible = (j > position - o.window) & (j <= position + o.lookahead)
+            if self.workload.tree:
+                visible[:, self.prefixes[b] :] &= self.masks[b].cuda()
+            score.masked_fill_(~visible[:, None], -math.inf)
             lse = torch.logsumexp(score, -1) if keys else torch.full(q.shape[:2], -math.inf, device="cuda").double()
             total = torch.logaddexp(lse, self.sinks.double())
             weight = torch.exp(score - total[..., None]).nan_to_num(0.0) if not q.isnan().any() else None

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_extend, cuda_states
+from tilewright.schedules.spaces import (
+    Decisions,
+    Space,
+    UnsupportedWorkload,
+    cuda_decode,
+    cuda_extend,
+    cuda_states,
+    paged_cuda_mma,
+)
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -17,15 +25,16 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
+_WARPGROUP_DIMS = ((64, 64), (128, 128))  # for which extend uses the warpgroup products of Hopper
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
 
 def space(workload: Workload, target: Target) -> Space:
-    """The space of a specialised kernel in 16 bits.
+    """The space of a kernel in 16 bits.
 
     Raises:
-        UnsupportedWorkload: f32, a general kernel, or sizes that do not fill the tensor cores' operands.
+        UnsupportedWorkload: f32, a general kernel but of extend, or sizes that the operator's kernel does not take.
     """
     where = f"{workload.name} for {target.name}"
     if workload.dtype == "f32":
@@ -39,6 +48,8 @@ def space(workload: Workload, target: Target) -> Space:
             module=lambda decisions: tvm.IRModule({workload.operator: make(workload, _hopper(target))}),
             plan=lambda decisions: {},
         )
+    if workload.operator == "paged_extend" and not _warpgroups(workload, target):
+        return paged_cuda_mma.space(workload, target)
     if workload.general:
         raise UnsupportedWorkload(f"{where}: expected a fixed group and head dims, got a general kernel")
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
@@ -46,7 +57,7 @@ def space(workload: Workload, target: Target) -> Space:
         raise UnsupportedWorkload(f"{where}: head dims: expected multiples of 16 up to 256, got {dims}")
     if workload.operator == "paged_decode":
         return _decode(workload, target, where)
-    return _extend(workload, target, where)
+    return _extend(workload, target)
 
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
@@ -90,13 +101,9 @@ def _resident(target: Target, warps: int, ring: int) -> int:
     return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _BUSY_WARPS // warps), 1)
 
 
-def _extend(workload: Workload, target: Target, where: str) -> Space:
+def _extend(workload: Workload, target: Target) -> Space:
     """Decisions: query rows of an item, keys of a tile, stages of the rings, whether consumers take turns."""
-    if not _hopper(target):
-        raise UnsupportedWorkload(f"{where}: extend needs warpgroup products (sm_90a)")
     group = workload.group or 1
-    if group > cuda_extend.ROWS:
-        raise UnsupportedWorkload(f"{where}: group: expected at most {cuda_extend.ROWS}, got {group}")
     choices = {
         "rows": (64, 128, 192),
         "keys": (48, 64, 80, 96, 112, 128, 144, 160, 176),
@@ -126,6 +133,12 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
         module=lambda n: tvm.IRModule({workload.operator: cuda_extend.extend(workload, n)}),
         plan=lambda n: {"block_q": n["rows"] // group, "chunk": n["keys"], "min_split": 8 * n["keys"], "max_split": 0},
     )
+
+
+def _warpgroups(workload: Workload, target: Target) -> bool:
+    """Whether extend is made by cuda_extend, for sizes that most models have, or by cuda_extend_mma."""
+    plain = workload.kv_dtype is None and not workload.tree and (workload.group or 0) <= cuda_extend.ROWS
+    return _hopper(target) and plain and (workload.head_dim_qk, workload.head_dim_vo) in _WARPGROUP_DIMS
 
 
 def _inside(n: Decisions, choices: dict[str, tuple[int, ...]]) -> bool:

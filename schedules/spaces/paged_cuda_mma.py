@@ -1,0 +1,103 @@
+"""The decisions of extend by mma.sync, which serves what cuda_extend does not; cuda_extend_mma makes the kernel."""
+
+from __future__ import annotations
+
+import tvm
+
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
+from tilewright.schedules.spaces.cuda_extend_mma import block_q, extend, most_dims, padded, ring_elements, side_bytes
+from tilewright.schedules.targets import Target
+from tilewright.schedules.workload import Workload
+
+_CHOICES = {
+    "rows": (16, 32, 64, 128),
+    "warps": (2, 4, 8, 16),
+    "columns": (1, 2, 4),
+    "keys": (16, 32, 64, 128),
+    "stages": (1, 2, 3, 4),
+}
+# Untuned: the first that is legal, in the order of _CHOICES.
+_DEFAULTS = (
+    (128, 4, 1, 64, 2),
+    (128, 8, 1, 64, 2),
+    (64, 4, 1, 64, 2),
+    (128, 8, 2, 32, 2),
+    (64, 8, 2, 64, 2),
+    (64, 8, 2, 32, 2),
+    (32, 8, 4, 64, 1),
+    (32, 4, 2, 32, 2),
+    (16, 2, 2, 32, 1),
+)
+_REGISTERS = 65536  # of a multiprocessor
+_MOST_REGISTERS = 255  # of a thread
+_SMALL = 1024  # bytes of shared memory that the system takes of a CTA
+
+
+def space(workload: Workload, target: Target) -> Space:
+    """Decisions: query rows of an item, warps, warps that share rows, keys of a tile, stages of the ring.
+
+    Args:
+        workload: operator "paged_extend", 16-bit; fixed sizes of any group, or general: any group and head dims up to
+            cuda_extend_mma.MOST_DIM.
+        target: of NVIDIA's, sm_80 or later.
+
+    Raises:
+        UnsupportedWorkload: rows that are not whole 16 bytes, or more than shared memory holds.
+    """
+    dims, shared_memory = most_dims(workload), int(target.tvm["max_shared_memory_per_block"])
+    where = f"{workload.name} for {target.name}: head dims"
+    whole = 8 if workload.kv_dtype is None else 16
+    if any(dim % whole for dim in dims):
+        raise UnsupportedWorkload(f"{where}: expected multiples of {whole} (rows of whole 16 bytes), got {dims}")
+
+    def legal(n: Decisions) -> bool:
+        inside = set(n) == set(_CHOICES) and all(n[name] in _CHOICES[name] for name in n)
+        return inside and _fits(workload, n, shared_memory)
+
+    default = next(filter(legal, (dict(zip(_CHOICES, n, strict=True)) for n in _DEFAULTS)), None)
+    if default is None:
+        raise UnsupportedWorkload(f"{where}: queries and tiles of {dims} do not fit into shared memory and registers")
+    return Space(
+        choices=_CHOICES,
+        default=default,
+        legal=legal,
+        module=lambda n: tvm.IRModule({workload.operator: extend(workload, n)}),
+        plan=lambda n: {
+            "block_q": block_q(workload, n),
+            "chunk": n["keys"],
+            "min_split": max(8 * n["keys"], 256),
+            "max_split": 0,
+            "ctas": _resident(workload, n, shared_memory),
+        },
+    )
+
+
+def registers(workload: Workload, decisions: Decisions) -> int:
+    """Estimate of a thread's registers: scores, values, state of its rows, addresses."""
+    n = decisions
+    blocks = n["rows"] * n["columns"] // (16 * n["warps"])  # of 16 rows a warp
+    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40
+
+
+def _bytes(workload: Workload, decisions: Decisions) -> int:
+    return 2 * ring_elements(workload, decisions) + side_bytes(decisions)
+
+
+def _fits(workload: Workload, n: Decisions, shared_memory: int) -> bool:
+    """Whether the parts of a tile are whole products, and a CTA finds the registers and the shared memory."""
+    return (
+        n["warps"] % n["columns"] == 0
+        and n["rows"] * n["columns"] % (16 * n["warps"]) == 0
+        and n["keys"] % (16 * n["columns"]) == 0
+        and n["keys"] <= 32 * n["warps"]
+        and padded(most_dims(workload)[1]) % (16 * n["columns"]) == 0
+        and registers(workload, n) <= min(_REGISTERS // (32 * n["warps"]), _MOST_REGISTERS + 1)
+        and _bytes(workload, n) + _SMALL <= shared_memory
+    )
+
+
+def _resident(workload: Workload, n: Decisions, shared_memory: int) -> int:
+    """CTAs that a multiprocessor holds at once."""
+    held = min(-(-registers(workload, n) // 8) * 8 + 16, _MOST_REGISTERS + 1)
+    by_memory = (shared_memory + _SMALL) // (_bytes(workload, n) + _SMALL)
+    return max(min(by_memory, _REGISTERS // (32 * n["warps"] * held)), 1)
