@@ -11,6 +11,7 @@ import torch
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime import store
+from tilewright.runtime.errors import MissingModuleError
 from tilewright.runtime.planner import OFF
 from tilewright.schedules.catalog import MORE_SHAPES, all_workloads
 from tilewright.schedules.workload import Workload
@@ -62,6 +63,7 @@ class Case:
     options: Options = field(default_factory=Options)
     scale_q: float = 1.0
     kv_scales: tuple[float, float] = (0.3, 2.0)  # of keys and values in a pool of e4m3
+    general: bool = False  # served by the general module
 
     def __post_init__(self):
         w = self.workload
@@ -71,7 +73,8 @@ class Case:
         def normal(*shape):
             return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
-        self.module = store.load(w, target())
+        self.module = store.load(Workload(w.operator, w.dtype, None, None, None, w.kv_dtype, w.tree)
+                                 if self.general else w, target())  # fmt: skip
         self.block_q = self.module.plan["block_q"]
         pooled = [self.pooled(*r) for r in self.requests]
         fresh = [keys - n for (keys, _), n in zip(self.requests, pooled, strict=True)]
@@ -271,6 +274,74 @@ OPTIONS = {
 }
 
 
+# What mma.sync serves beside the catalogue, where it has been built: `tilewright build` makes any of them.
+BESIDE = [
+    "paged_extend-bf16-g8-d80", "paged_extend-bf16-g5-d96", "paged_extend-fp16-g3-d192v128",
+    "paged_extend-bf16-g4-d256", "paged_extend-bf16-g22-d576v512", "paged_extend-bf16-g5-d72",
+    "paged_extend-bf16-g150-d64",
+    "paged_extend-fp16-kvfp8-g2-d64-tree",
+]  # fmt: skip
+KINDS = [
+    f"paged_extend-{dtype}-{kind}"
+    for dtype in DTYPES
+    for kind in ("kvfp8-g4-d128", "g4-d128-tree", "kvfp8-g4-d128-tree")
+]
+# (head dims, group) of calls that general modules serve.
+ANY_SIZE = [(128, 128, 4), (64, 64, 7), (72, 120, 5), (256, 256, 2), (192, 128, 1), (8, 16, 33)]
+
+
+def _pools(workload):
+    # The mask is of new tokens; where they lie is tested by the others.
+    return ["mixed"] if workload.tree else list(POOLED)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *BESIDE])
+def test_extend_of_every_kind(name):
+    workload = Workload.parse(name)
+    try:
+        store.load(workload, target())
+    except MissingModuleError as error:
+        if name in KINDS:
+            raise
+        pytest.skip(str(error).partition("\n")[0])
+    for split in (0, 160):
+        for pooled in _pools(workload):
+            Case(workload, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
+        for option in ("window-130", "cap-window", "not-causal", "lookahead-window", "scale-negative", "sinks"):
+            Case(workload, EXTENDS, split=split, pooled=POOLED["mixed"], options=OPTIONS[option],
+                 scale_q=4.0 if "cap" in option else 1.0).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ANY_SIZE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_general_extend(dtype, size):
+    dim, dim_vo, group = size
+    for kv_dtype in (None, "fp8_e4m3"):
+        if kv_dtype and (dim % 16 or dim_vo % 16):
+            continue
+        for tree in (False, True):
+            workload = Workload("paged_extend", dtype, group, dim, dim_vo, kv_dtype, tree)
+            for pooled in _pools(workload):
+                Case(workload, EXTENDS, split=160, pooled=POOLED[pooled], general=True).check()
+            Case(workload, EXTENDS, pooled=POOLED["mixed"], options=OPTIONS["cap-window"], general=True).check()
+
+
+def test_fp8_pools_of_every_code():
+    """All 256 codes, NaN too, which a key that is not seen does not show."""
+    case = Case(Workload.parse(KINDS[0]), [(64, 8)], heads=1, kv_scales=(1.0, 1.0))
+    slots = case.req_to_token[int(case.table_rows[0]), int(case.starts[0]) :][:64].long()
+    codes = torch.arange(256, device="cuda", dtype=torch.int64)[None, None, :128] + 128 * (
+        torch.arange(64, device="cuda")[:, None, None] % 2
+    )
+    number = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    case.v_buffer[slots] = torch.where(number.isnan(), 0, codes).to(torch.uint8)
+    case.values = [number.nan_to_num(0.0).cuda()]
+    case.check()
+    case.v_buffer[slots[1], 0, 127] = 0xFF
+    out, _ = case.run()
+    assert out[..., 127].isnan().all() and not out[..., :127].isnan().any()
+
+
 @pytest.mark.parametrize("split", [0, 96], ids=["whole", "split"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -381,4 +452,8 @@ def test_catalogue_is_covered():
         for dtype in DTYPES
         for dim, group in MORE_SHAPES
     }
+    kinds = {("fp8_e4m3", False), (None, True), ("fp8_e4m3", True)}
+    tested |= {Workload("paged_extend", dtype, 4, 128, 128, *kind) for dtype in DTYPES for kind in kinds}
+    tested |= {Workload("paged_extend", dtype, None, None, None, *kind) for dtype in DTYPES
+               for kind in kinds | {(None, False)}}  # fmt: skip
     assert listed <= tested

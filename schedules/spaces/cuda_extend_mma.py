@@ -123,6 +123,11 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     KEYS, DO = BN // CW, padded(DVM) // CW  # of a warp
     FP8, TREE, GENERAL = workload.kv_dtype is not None, workload.tree, workload.general
     steps = T.serial if GENERAL else T.unroll  # over sizes that a workload may leave open
+
+    def batches(count):
+        # Unrolled, each copy's place is worked out once for all tiles and held in registers.
+        return T.unroll(count) if isinstance(count, int) and count <= 2 else T.serial(count)
+
     dtype, pack = TVM_DTYPE[workload.dtype], PACK[workload.dtype]
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{_MMA_TYPE[workload.dtype]}.{_MMA_TYPE[workload.dtype]}.f32"
     ldmatrix = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
@@ -258,7 +263,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             @T.inline
             def copy(table, to, chunks, dim, step):
                 # `chunks` of every row of a tile to every step-th place: each thread takes every THREADS-th.
-                for begin in steps((BN * chunks + (THREADS * _COPIES - 1)) // (THREADS * _COPIES)):
+                for begin in batches((BN * chunks + (THREADS * _COPIES - 1)) // (THREADS * _COPIES)):
                     for i in T.unroll(_COPIES):
                         if (begin * _COPIES + i) * THREADS + tx < BN * chunks:
                             addresses[i] = rows[table + ((begin * _COPIES + i) * THREADS + tx) // chunks]
@@ -289,7 +294,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             @T.inline
             def convert(to, chunks, dim):
                 # What this thread has copied itself, so that nobody is waited for.
-                for i in steps((BN * chunks + (THREADS - 1)) // THREADS):
+                for i in batches((BN * chunks + (THREADS - 1)) // THREADS):
                     if i * THREADS + tx < BN * chunks:
                         n: T.int32 = (i * THREADS + tx) // chunks
                         c: T.int32 = (i * THREADS + tx) % chunks * 2

@@ -28,6 +28,7 @@ _DEFAULTS = (
     (32, 4, 2, 32, 2),
     (16, 2, 2, 32, 1),
 )
+_GENERAL_DEFAULTS = ((64, 4, 1, 32, 2), (64, 8, 2, 32, 2), (32, 4, 2, 32, 2))
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 255  # of a thread
 _SMALL = 1024  # bytes of shared memory that the system takes of a CTA
@@ -54,7 +55,8 @@ def space(workload: Workload, target: Target) -> Space:
         inside = set(n) == set(_CHOICES) and all(n[name] in _CHOICES[name] for name in n)
         return inside and _fits(workload, n, shared_memory)
 
-    default = next(filter(legal, (dict(zip(_CHOICES, n, strict=True)) for n in _DEFAULTS)), None)
+    untuned = _GENERAL_DEFAULTS if workload.general else _DEFAULTS
+    default = next(filter(legal, (dict(zip(_CHOICES, n, strict=True)) for n in untuned)), None)
     if default is None:
         raise UnsupportedWorkload(f"{where}: queries and tiles of {dims} do not fit into shared memory and registers")
     return Space(
@@ -76,7 +78,8 @@ def registers(workload: Workload, decisions: Decisions) -> int:
     """Estimate of a thread's registers: scores, values, state of its rows, addresses."""
     n = decisions
     blocks = n["rows"] * n["columns"] // (16 * n["warps"])  # of 16 rows a warp
-    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40
+    masks = 24 if workload.tree or workload.general else 0
+    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40 + masks
 
 
 def _bytes(workload: Workload, decisions: Decisions) -> int:
