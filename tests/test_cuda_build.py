@@ -27,7 +27,7 @@ SUBSET = {
 # Beside the catalogue: what `tilewright build` makes of any legal shape. One of each kind of extend by mma.sync.
 BESIDE = {
     "cuda-sm90a": [
-        "paged_extend-bf16-g5-d96", "paged_extend-fp16-g4-d256", "paged_extend-fp16-kvfp8-g2-d64-tree",
+        "paged_extend-bf16-g5-d72", "paged_extend-fp16-g4-d256", "paged_extend-fp16-kvfp8-g2-d64-tree",
     ],
     "cuda-sm80": ["paged_extend-bf16-kvfp8-g22-d576v512"],
 }  # fmt: skip

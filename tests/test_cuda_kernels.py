@@ -274,12 +274,12 @@ OPTIONS = {
 }
 
 
-# What mma.sync serves beside the catalogue, where it has been built: `tilewright build` makes any of them.
+# Beside the catalogue, where they have been built: `tilewright build` makes any of them.
 BESIDE = [
-    "paged_extend-bf16-g8-d80", "paged_extend-bf16-g5-d96", "paged_extend-fp16-g3-d192v128",
+    "paged_extend-bf16-g8-d80-tree", "paged_extend-bf16-kvfp8-g5-d96", "paged_extend-fp16-kvfp8-g3-d192v128",
     "paged_extend-bf16-g4-d256", "paged_extend-bf16-g22-d576v512", "paged_extend-bf16-g5-d72",
-    "paged_extend-bf16-g150-d64",
-    "paged_extend-fp16-kvfp8-g2-d64-tree",
+    "paged_extend-bf16-g150-d64", "paged_extend-fp16-kvfp8-g2-d64-tree",
+    "paged_extend-bf16-g8-d80", "paged_extend-bf16-g5-d96", "paged_extend-fp16-g1-d192v128",
 ]  # fmt: skip
 KINDS = [
     f"paged_extend-{dtype}-{kind}"

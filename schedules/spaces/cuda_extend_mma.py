@@ -123,6 +123,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     KEYS, DO = BN // CW, padded(DVM) // CW  # of a warp
     FP8, TREE, GENERAL = workload.kv_dtype is not None, workload.tree, workload.general
     steps = T.serial if GENERAL else T.unroll  # over sizes that a workload may leave open
+    # Columns that products go over at a time, zeros beyond the head dim; all of a warp's values where their number is
+    # known.
+    STEP, PART_DO = (64, 64) if GENERAL else (16, DO)
 
     def batches(count):
         # Unrolled, each copy's place is worked out once for all tiles and held in registers.
@@ -308,31 +311,38 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             def scores(stage):
                 for i in T.unroll(MT * SN):
                     S[i] = T.float32(0)
-                for kk in steps(padded(D) // 16):
-                    for t in T.unroll(MT):
-                        T.ptx[ldmatrix](
-                            *[A[t * 4 + i] for i in range(4)],
-                            smem.ptr_to([place(band + t * 16 + lane % 16, kk * 2 + lane // 16, DM)]),
-                        )
-                    for nn in T.unroll(KEYS // 16):
-                        T.ptx[ldmatrix](
-                            *[B[i] for i in range(4)],
-                            smem.ptr_to(
-                                [
-                                    stage
-                                    + place(cw * KEYS + nn * 16 + lane // 16 * 8 + lane % 8, kk * 2 + lane // 8 % 2, DM)
-                                ]
-                            ),
-                        )
+                for block in steps((D + (STEP - 1)) // STEP):
+                    for kk in T.unroll(STEP // 16):
                         for t in T.unroll(MT):
-                            for h in T.unroll(2):
-                                T.ptx[mma](
-                                    *[S[t * SN + (nn * 2 + h) * 4 + i] for i in range(4)],
-                                    *[A[t * 4 + i] for i in range(4)],
-                                    B[h * 2],
-                                    B[h * 2 + 1],
-                                    *[S[t * SN + (nn * 2 + h) * 4 + i] for i in range(4)],
-                                )
+                            T.ptx[ldmatrix](
+                                *[A[t * 4 + i] for i in range(4)],
+                                smem.ptr_to(
+                                    [place(band + t * 16 + lane % 16, block * (STEP // 8) + kk * 2 + lane // 16, DM)]
+                                ),
+                            )
+                        for nn in T.unroll(KEYS // 16):
+                            T.ptx[ldmatrix](
+                                *[B[i] for i in range(4)],
+                                smem.ptr_to(
+                                    [
+                                        stage
+                                        + place(
+                                            cw * KEYS + nn * 16 + lane // 16 * 8 + lane % 8,
+                                            block * (STEP // 8) + kk * 2 + lane // 8 % 2,
+                                            DM,
+                                        )
+                                    ]
+                                ),
+                            )
+                            for t in T.unroll(MT):
+                                for h in T.unroll(2):
+                                    T.ptx[mma](
+                                        *[S[t * SN + (nn * 2 + h) * 4 + i] for i in range(4)],
+                                        *[A[t * 4 + i] for i in range(4)],
+                                        B[h * 2],
+                                        B[h * 2 + 1],
+                                        *[S[t * SN + (nn * 2 + h) * 4 + i] for i in range(4)],
+                                    )
 
             @T.inline
             def hide(j):
@@ -416,37 +426,36 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
 
             @T.inline
             def values(stage):
-                for kk in T.unroll(BN // 16):
-                    for t in T.unroll(MT):
-                        if CW > 1:
-                            T.ptx[ldmatrix](
-                                *[A[t * 4 + i] for i in range(4)],
-                                smem.ptr_to([SHARED + place(band + t * 16 + lane % 16, kk * 2 + lane // 16, BN)]),
-                            )
-                        else:
-                            for i in T.unroll(4):
-                                A[t * 4 + i] = P[t * (KEYS // 4) + kk * 4 + i]
-                    for jj in T.unroll(DO // 16):
-                        if not GENERAL or cw * DO + jj * 16 < Dv:
-                            T.ptx[ldmatrix_trans](
-                                *[B[i] for i in range(4)],
-                                smem.ptr_to(
-                                    [
-                                        stage
-                                        + VALUES
-                                        + place(kk * 16 + lane % 16, cw * (DO // 8) + jj * 2 + lane // 16, DVM)
-                                    ]
-                                ),
-                            )
+                for block in T.unroll(DO // PART_DO):
+                    if not GENERAL or cw * DO + block * PART_DO < Dv:
+                        for kk in T.unroll(BN // 16):
                             for t in T.unroll(MT):
-                                for h in T.unroll(2):
-                                    T.ptx[mma](
-                                        *[O[t * ON + (jj * 2 + h) * 4 + i] for i in range(4)],
+                                if CW > 1:
+                                    T.ptx[ldmatrix](
                                         *[A[t * 4 + i] for i in range(4)],
-                                        B[h * 2],
-                                        B[h * 2 + 1],
-                                        *[O[t * ON + (jj * 2 + h) * 4 + i] for i in range(4)],
+                                        smem.ptr_to(
+                                            [SHARED + place(band + t * 16 + lane % 16, kk * 2 + lane // 16, BN)]
+                                        ),
                                     )
+                                else:
+                                    for i in T.unroll(4):
+                                        A[t * 4 + i] = P[t * (KEYS // 4) + kk * 4 + i]
+                            for jj in T.unroll(PART_DO // 16):
+                                c: T.int32 = cw * (DO // 8) + block * (PART_DO // 8) + jj * 2 + lane // 16
+                                T.ptx[ldmatrix_trans](
+                                    *[B[i] for i in range(4)],
+                                    smem.ptr_to([stage + VALUES + place(kk * 16 + lane % 16, c, DVM)]),
+                                )
+                                for t in T.unroll(MT):
+                                    for h in T.unroll(2):
+                                        at: T.int32 = t * ON + block * (PART_DO // 2) + (jj * 2 + h) * 4
+                                        T.ptx[mma](
+                                            *[O[at + i] for i in range(4)],
+                                            *[A[t * 4 + i] for i in range(4)],
+                                            B[h * 2],
+                                            B[h * 2 + 1],
+                                            *[O[at + i] for i in range(4)],
+                                        )
 
             if tx == 0:
                 rows[4 * BN] = address(p.k_buffer.ptr_to([0, hk, 0]))
@@ -476,18 +485,15 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 l[i] = T.float32(0)
             for i in T.unroll(MT * ON):
                 O[i] = T.float32(0)
-            if D % 16 != 0:
+            for c in steps((D + (STEP - 1)) // STEP * (STEP // 8) - D // 8):
                 # What products read beyond the head dim.
-                for i in T.serial((BM + THREADS - 1) // THREADS):
+                for i in T.serial((BM + (THREADS - 1)) // THREADS):
                     if i * THREADS + tx < BM:
-                        store_zeros(smem.ptr_to([place(i * THREADS + tx, D // 8, DM)]))
-                for i in T.serial((NST * BN + THREADS - 1) // THREADS):
+                        store_zeros(smem.ptr_to([place(i * THREADS + tx, D // 8 + c, DM)]))
+                for i in T.serial((NST * BN + (THREADS - 1)) // THREADS):
                     if i * THREADS + tx < NST * BN:
-                        store_zeros(
-                            smem.ptr_to(
-                                [RING + (i * THREADS + tx) // BN * STAGE + place((i * THREADS + tx) % BN, D // 8, DM)]
-                            )
-                        )
+                        n: T.int32 = i * THREADS + tx
+                        store_zeros(smem.ptr_to([RING + n // BN * STAGE + place(n % BN, D // 8 + c, DM)]))
             for i in T.serial((BM * (D // 8) + (THREADS - 1)) // THREADS):
                 if i * THREADS + tx < BM * (D // 8):
                     n: T.int32 = (i * THREADS + tx) // (D // 8)

@@ -25,7 +25,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
-_WARPGROUP_DIMS = ((64, 64), (128, 128))  # for which extend uses the warpgroup products of Hopper
+_WARPGROUP_DIMS = range(64, 193, 16)  # for which extend uses the warpgroup products of Hopper
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
@@ -136,9 +136,10 @@ def _extend(workload: Workload, target: Target) -> Space:
 
 
 def _warpgroups(workload: Workload, target: Target) -> bool:
-    """Whether extend is made by cuda_extend, for sizes that most models have, or by cuda_extend_mma."""
+    """Whether extend is made by cuda_extend, faster, or by cuda_extend_mma, which takes everything."""
     plain = workload.kv_dtype is None and not workload.tree and (workload.group or 0) <= cuda_extend.ROWS
-    return _hopper(target) and plain and (workload.head_dim_qk, workload.head_dim_vo) in _WARPGROUP_DIMS
+    dims = {workload.head_dim_qk, workload.head_dim_vo}
+    return _hopper(target) and plain and dims <= set(_WARPGROUP_DIMS)
 
 
 def _inside(n: Decisions, choices: dict[str, tuple[int, ...]]) -> bool:

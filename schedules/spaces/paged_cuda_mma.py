@@ -18,13 +18,13 @@ _CHOICES = {
 }
 # Untuned: the first that is legal, in the order of _CHOICES.
 _DEFAULTS = (
+    (128, 4, 1, 128, 2),
     (128, 4, 1, 64, 2),
+    (128, 4, 1, 32, 2),
     (128, 8, 1, 64, 2),
     (64, 4, 1, 64, 2),
-    (128, 8, 2, 32, 2),
-    (64, 8, 2, 64, 2),
+    (64, 4, 1, 32, 2),
     (64, 8, 2, 32, 2),
-    (32, 8, 4, 64, 1),
     (32, 4, 2, 32, 2),
     (16, 2, 2, 32, 1),
 )
@@ -78,8 +78,10 @@ def registers(workload: Workload, decisions: Decisions) -> int:
     """Estimate of a thread's registers: scores, values, state of its rows, addresses."""
     n = decisions
     blocks = n["rows"] * n["columns"] // (16 * n["warps"])  # of 16 rows a warp
-    masks = 24 if workload.tree or workload.general else 0
-    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40 + masks
+    extra = 24 if workload.tree or workload.general else 0
+    if workload.kv_dtype is not None:
+        extra += max(n["keys"] - 64, 0) // 16
+    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40 + extra
 
 
 def _bytes(workload: Workload, decisions: Decisions) -> int:
