@@ -69,7 +69,10 @@ def _state_errors(
 
 
 def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> list[float]:
-    """One request of five keys in shuffled slots, two KV heads; extend: two query tokens at its end."""
+    """One request of five keys in shuffled slots, two KV heads; extend: two query tokens at its end.
+
+    Tree: neither of the two sees the other.
+    """
     import torch
 
     from tilewright.codegen.tolerances import PAGED
@@ -80,23 +83,34 @@ def _paged(module: Module, dtype: torch.dtype, generator: torch.Generator) -> li
     q = torch.randn(tokens, group * heads, dim, generator=generator).to(dtype)
     k = torch.randn(slots, heads, dim, generator=generator).to(dtype)
     v = torch.randn(slots, heads, dim_vo, generator=generator).to(dtype)
+    pools, scales = (k, v), ()
+    if module.workload.kv_dtype is not None:
+        scales = (0.5, 0.25)
+        codes = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in zip((k, v), scales, strict=True)]
+        pools = tuple(x.view(torch.uint8) for x in codes)
+        k, v = (x.float() * scale for x, scale in zip(codes, scales, strict=True))
     table = torch.randperm(slots, generator=generator)[:keys]
     out = torch.zeros(tokens, group * heads, dim_vo, dtype=dtype)
     lse = torch.zeros(tokens, group * heads)
-    items = _int32([0, 0, tokens, 0, keys, keys - tokens, keys, 0, -1, 0])
+    first_new = keys - tokens
+    items = _int32([0, 0, tokens, 0, keys, first_new, keys, 0, -1, first_new])
     scale = dim**-0.5
+    mask = torch.eye(tokens, dtype=torch.uint8) if module.workload.tree else None
     module.function(
-        *(q, k, v),
-        *(() if module.workload.operator == "paged_decode" else (k, v)),
+        *(q, *pools),
+        *(() if module.workload.operator == "paged_decode" else (k.to(dtype), v.to(dtype))),
         *(table.to(torch.int32)[None], _int32(0), _int32(0), items),
         *(torch.full((group * heads,), -math.inf), out, lse),
         *(torch.zeros(1, group * heads, dim_vo), torch.zeros(1, group * heads)),
-        *(scale * _LOG2E, 0.0, 0.0, 2**30, 0),
+        *(() if mask is None else (mask.flatten(), _int32(0), _int32(tokens))),
+        *(scale * _LOG2E, 0.0, 0.0, 2**30, 0, *scales),
     )
     keys64, values64 = (x[table].double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("thd,jhd->thj", q.double(), keys64) * scale
     position = torch.arange(keys - tokens, keys)[:, None, None]
     scores = scores.masked_fill(torch.arange(keys) > position, -math.inf)
+    if mask is not None:
+        scores[:, :, first_new:] = scores[:, :, first_new:].masked_fill(mask[:, None] == 0, -math.inf)
     wanted = torch.einsum("thj,jhd->thd", scores.softmax(-1), values64)
     return _state_errors(out, lse, wanted, scores.logsumexp(-1), PAGED[dtype])
 
@@ -120,8 +134,13 @@ def _write_kv(module: Module, dtype: torch.dtype, generator: torch.Generator) ->
     import torch
 
     x = torch.randn(3, 2, 64, generator=generator).to(dtype)
-    buffer = torch.zeros(4, 2, 64, dtype=dtype)
-    module.function(x, buffer, _int32(2, -1, 0))
+    if module.workload.kv_dtype is not None:
+        buffer = torch.zeros(4, 2, 64, dtype=torch.uint8)
+        module.function(x, buffer, _int32(2, -1, 0), 0.5)
+        x = (x.float() / 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        buffer = torch.zeros(4, 2, 64, dtype=dtype)
+        module.function(x, buffer, _int32(2, -1, 0))
     return [_exact(buffer, torch.stack([x[2], torch.zeros_like(x[0]), x[0], torch.zeros_like(x[0])]))]
 
 

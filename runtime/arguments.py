@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+
 import torch
 from torch import Tensor
 
@@ -264,8 +265,7 @@ def pool_scale(name: str, value: float | Tensor | None) -> float:
     """What a number of the pool stands for, as a Python float; None = 1.
 
     Raises:
-        TypeError: not a number. ValueError: not positive, out of bounds, or a tensor on a device, which only waiting
-            for it could read.
+        TypeError: not a number. ValueError: a tensor of several, or on a device, which only waiting for it could read.
     """
     if value is None:
         return 1.0
@@ -277,18 +277,20 @@ def pool_scale(name: str, value: float | Tensor | None) -> float:
             )
         if value.numel() != 1:
             raise ValueError(f"{name}: got shape {list(value.shape)}, expected one number")
-    return real(name, value, 1e-15, 1e15)
+        value = value.item()
+    return real(name, value, -math.inf, math.inf)
 
 
 def expect_scales(k_buffer: Tensor, k_scale: float, v_scale: float) -> None:
-    """Only fp8 pools have scales.
+    """Only fp8 pools have scales, and those are positive numbers.
 
     Raises:
-        ValueError: another pool, and a scale other than 1.
+        ValueError: out of bounds; another pool, and a scale other than 1.
     """
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        real(name, value, 1e-15, 1e15)
         if value != 1 and k_buffer.dtype is not E4M3:
-            raise ValueError(f"{name}: got {value} with a pool of {k_buffer.dtype}, expected None or 1 ({E4M3} has one)")
+            raise ValueError(f"{name}: got {value} with a pool of {k_buffer.dtype}, expected None or 1; {E4M3} has one")
 
 
 def expect_mask(name: str, mask: Tensor, device: torch.device) -> None:

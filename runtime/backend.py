@@ -327,16 +327,16 @@ class PagedAttentionBackend(AttentionBackend):
         plan = self._plan(layer, cross=cross, causal=causal, window=common["window"])
         metadata = self.forward_metadata
         assert metadata is not None
-        verify = metadata.mode.is_target_verify()
-        seq_lens = metadata.seq_lens if verify else forward_batch.seq_lens
+        seq_lens = forward_batch.seq_lens if metadata.seq_lens is None else metadata.seq_lens
         paging = (self.req_to_token, forward_batch.req_pool_indices, seq_lens)
         if decode:
             out = decode_attention(q, k_buffer, v_buffer, *paging, plan=plan, **common)
         else:
             if cross:
                 k = v = None  # written above; queries see the encoder's keys only
-            news = metadata.extend_seq_lens if verify else forward_batch.extend_seq_lens
-            start = None if verify else getattr(forward_batch, "extend_start_loc", None)
+            news, start = metadata.extend_seq_lens, None
+            if news is None:
+                news, start = forward_batch.extend_seq_lens, getattr(forward_batch, "extend_start_loc", None)
             out = extend_attention(
                 q, k, v, k_buffer, v_buffer, *paging, news, start, causal=causal,
                 tree_mask=None if cross else metadata.tree_mask, plan=plan, **common,

@@ -125,7 +125,8 @@ def decode_attention(
         return ops.decode_attention(
             q, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
             sm_scale=sm_scale, logit_cap=logit_cap, window=window, sinks=sinks, kv_start=kv_start, kv_lens=kv_lens,
-            k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
+            k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, return_lse=return_lse,
+            batch_invariant=batch_invariant, plan=plan,
         )  # fmt: skip
     if write is not None:
         _expect_pools_apart(key, value, k_buffer, v_buffer)
@@ -136,8 +137,8 @@ def decode_attention(
     return run(
         None, q, None, None, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, None,
         sm_scale=sm_scale, causal=True, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=None, write=write,
-        kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, lse=None, return_lse=return_lse,
-        batch_invariant=batch_invariant, plan=plan,
+        kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, lse=None,
+        return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
 
 
@@ -232,8 +233,8 @@ def extend_attention(
     return run(
         extend_seq_lens, q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens, extend_start_loc,
         sm_scale=sm_scale, causal=causal, logit_cap=logit_cap, window=window, sinks=sinks, tree_mask=tree_mask,
-        write=None, kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out, lse=None, return_lse=return_lse,
-        batch_invariant=batch_invariant, plan=plan,
+        write=None, kv_start=kv_start, kv_lens=kv_lens, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out,
+        lse=None, return_lse=return_lse, batch_invariant=batch_invariant, plan=plan,
     )  # fmt: skip
 
 

@@ -360,8 +360,8 @@ def _prepare(
                 )
     if fp8 and k_new is not None and plan.batch_invariant:
         raise ValueError(
-            "k, v: got new keys beside an fp8 pool in batch-invariant mode, expected None: write them first (write_kv), "
-            "so that a key is the same number in the chunk that brings it and in later ones"
+            "k, v: got new keys beside an fp8 pool in batch-invariant mode, expected None: write them first "
+            "(write_kv), so that a key is the same number in the chunk that brings it and in later ones"
         )
     mask_rows = None if tree_mask is None else _mask_rows(tree_mask, plan)
     name = "paged_decode" if decode else "paged_extend"

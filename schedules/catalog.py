@@ -18,8 +18,8 @@ _LIGHTNING = ("lightning_decode", "lightning_extend")
 # Pools of fp8, and masks of drafts: what serves every shape, and the shape of most models.
 _KV = "fp8_e4m3"
 _FP8 = (
-    *(Workload(operator, "bf16", group, dim, dim, _KV) for operator in _PAGED for dim, group in ((128, 4), (None, None))),
-    Workload("write_kv", "bf16", kv_dtype=_KV),
+    *(Workload(operator, "bf16", 4, 128, 128, _KV) for operator in _PAGED),
+    *(Workload(operator, "bf16", kv_dtype=_KV) for operator in (*_PAGED, "write_kv")),
 )
 _TREE = (
     Workload("paged_extend", "bf16", 4, 128, 128, tree=True),

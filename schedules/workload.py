@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Readable and file-safe, e.g. "paged_decode-bf16-g4-d128", "write_kv-bf16-kvfp8", "paged_extend-f32-general-tree"."""
+        """Readable and file-safe: "merge-f32", "paged_decode-bf16-g4-d128", "paged_extend-bf16-kvfp8-general-tree"."""
         parts = [self.operator, self.dtype]
         if self.kv_dtype is not None:
             parts.append(KV_DTYPES[self.kv_dtype])

@@ -37,6 +37,34 @@ class PagedBatch:
     extend_seq_lens: Tensor
     kv_start: Tensor | None
 
+    def to_fp8(self, k_scale: float = 1.0, v_scale: float = 1.0) -> PagedBatch:
+        """Round the pools to float8_e4m3fn codes of numbers divided by the scales, in place; NaN stays NaN."""
+        aliased = self.k_buffer.data_ptr() == self.v_buffer.data_ptr()
+        dim_vo = self.v_buffer.shape[2]
+        self.k_buffer = (self.k_buffer.float() / k_scale).to(torch.float8_e4m3fn)
+        self.v_buffer = (self.v_buffer.float() / v_scale).to(torch.float8_e4m3fn)
+        if aliased:
+            self.v_buffer = self.k_buffer[..., :dim_vo]
+        return self
+
+    def tree_mask(self, *, whole_rows: bool = False, seed: int = 0) -> Tensor:
+        """A random tree of drafts for each request: which new tokens each one sees, its ancestors and itself.
+
+        whole_rows: rows over all keys of the request; what they say of its prefix is noise.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        parts = []
+        for new, keys in zip(self.extend_seq_lens.tolist(), self.seq_lens.tolist(), strict=True):
+            tree = torch.eye(new, dtype=torch.bool, device="cpu")
+            for i in range(1, new):
+                tree[i] |= tree[int(torch.randint(-1, i, (), generator=generator, device="cpu"))]
+                tree[i, i + 1 :] = False
+            if whole_rows:
+                noise = torch.rand((new, keys - new), generator=generator, device="cpu") < 0.5
+                tree = torch.cat([noise, tree], 1)
+            parts.append(tree.flatten())
+        return torch.cat(parts).to(self.q.device)
+
     def placed(self, device: torch.device) -> PagedBatch:
         """The same on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -61,10 +89,22 @@ class PagedBatch:
     def expected(self, *, decode: bool, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) by the oracle; options as of the public functions, tensors allowed."""
         options = {name: as_numpy(value) for name, value in options.items()}
+        if options.get("tree_mask") is not None:
+            options["tree_mask"] = self._masks(options["tree_mask"].reshape(-1))
         if self.kv_start is not None:
             options.setdefault("kv_start", as_numpy(self.kv_start))
         arguments = [as_numpy(value) for value in (self.decode_arguments() if decode else self.extend_arguments())]
         return (reference.decode if decode else reference.extend)(*arguments, **options)
+
+    def _masks(self, mask: np.ndarray) -> list[np.ndarray]:
+        """For each request [new, new], of a mask as the public functions take it."""
+        news, keys = self.extend_seq_lens.tolist(), self.seq_lens.tolist()
+        widths = news if len(mask) == sum(n * n for n in news) else keys
+        masks = []
+        for new, width in zip(news, widths, strict=True):
+            masks.append(mask[: new * width].reshape(new, width)[:, width - new :])
+            mask = mask[new * width :]
+        return masks
 
 
 def as_numpy(value: Any) -> Any:

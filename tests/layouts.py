@@ -18,7 +18,7 @@ def strided(tensor):
 
 
 # Elements before and after a row of a strided view.
-EDGES = {"cpu": (1, 2), "cuda": (8, 16)}
+EDGES = {"cpu": (1, 2), "cuda": (16, 32)}
 LAYOUTS = {
     "dense": lambda x: x,
     "strided": strided,

@@ -5,7 +5,8 @@ from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime.paged import decode_attention, extend_attention
 
-ORACLE_OPTIONS = ("sm_scale", "logit_cap", "window", "sinks", "kv_start", "kv_lens", "causal", "extend_start_loc")
+ORACLE_OPTIONS = ("sm_scale", "logit_cap", "window", "sinks", "kv_start", "kv_lens", "causal", "extend_start_loc",
+                  "tree_mask", "k_scale", "v_scale")  # fmt: skip
 
 
 def run(batch, **options):

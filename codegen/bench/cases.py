@@ -27,6 +27,7 @@ CASES = (
     Case(_paged("paged_decode", "f32"), 8, 2048, 8, 1.5),
     Case(_paged("paged_decode", "bf16"), 8, 2048, 8, 1.5),
     Case(_paged("paged_decode", "fp16"), 8, 2048, 8),
+    Case(Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3"), 8, 2048, 8),
     Case(_paged("paged_extend", "f32"), 1, 1024, 8, 0.9),
     Case(_paged("paged_extend", "bf16"), 1, 1024, 8, 1.4),
     Case(_paged("paged_extend", "fp16"), 1, 1024, 8),

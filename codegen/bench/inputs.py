@@ -108,6 +108,8 @@ VERIFIED: dict[str, tuple[Paged | Lightning, ...]] = {
 
 def check_operator(workload: Workload) -> None:
     """Raises ValueError unless the workload's operator is one that has cases and its sizes are static."""
+    if workload.tree:
+        raise ValueError(f"{workload.name}: there is nothing to search; a tree's kernel is built as it is by default")
     if workload.operator not in OPERATORS or workload.general:
         raise ValueError(
             f"{workload.name}: there is nothing to search; expected a specialised workload of {', '.join(OPERATORS)}"
@@ -197,6 +199,7 @@ class PagedCase:
             self._v_buffer = self._k_buffer[..., :dim_v]
         else:
             self._v_buffer = pool_zeros((slots, kv_heads, dim_v), dtype).fill_(math.nan)
+        self._scales = (0.75, 0.5) if workload.kv_dtype else ()
         self._k_new, self._v_new = self._k_buffer, self._v_buffer
         if not self._decode:
             self._k_new, self._v_new = normal(tokens, kv_heads, dim), normal(tokens, kv_heads, dim_v)
@@ -219,6 +222,9 @@ class PagedCase:
             self._k_buffer[mine] = normal(length, kv_heads, dim)
             if not latent:
                 self._v_buffer[mine] = normal(length, kv_heads, dim_v)
+            if self._scales:
+                for pool, scale in zip((self._k_buffer, self._v_buffer), self._scales, strict=True):
+                    pool[mine] = _codes(pool[mine], scale).to(dtype) * scale  # exact: so few bits fit bf16
             self._req_to_token[int(self._req_pool_indices[index]), :length] = mine.to(torch.int32)
             if not oracle:
                 rows = slice(row, row + new)
@@ -234,13 +240,18 @@ class PagedCase:
             self._ask_oracle()
         self.flops = 2.0 * pairs * heads * (dim + dim_v)
         row = dim if latent else dim + dim_v
-        self.bytes = float((keys_read * kv_heads * row + tokens * heads * (dim + dim_v)) * dtype.itemsize)
-        self._pools = [(self._k_buffer, self._v_buffer)]
+        pools = self._k_buffer, self._v_buffer
+        if self._scales:
+            codes = (_codes(pool, scale) for pool, scale in zip(pools, self._scales, strict=True))
+            pools = tuple(code.view(torch.uint8) for code in codes)
+        self.bytes = float(keys_read * kv_heads * row * pools[0].itemsize)
+        self.bytes += float(tokens * heads * (dim + dim_v) * dtype.itemsize)
+        self._pools = [pools]
         if self._decode and not oracle and get_target(target).family == "amx":
             for _ in range(math.ceil(COLD_BYTES / self.bytes) - 1):
-                k, v = (pool_zeros(x.shape, dtype) for x in (self._k_buffer, self._v_buffer))
-                k.copy_(self._k_buffer)
-                self._pools.append((k, k[..., :dim_v] if latent else v.copy_(self._v_buffer)))
+                k, v = (pool_zeros(x.shape, x.dtype) for x in pools)
+                k.copy_(pools[0])
+                self._pools.append((k, k[..., :dim_v] if latent else v.copy_(pools[1])))
         # One order for all candidates: in turns of their own they would follow each other through warm pools.
         self._next_pool = itertools.cycle(self._pools).__next__
 
@@ -289,7 +300,7 @@ class PagedCase:
             *keys_new,
             self._req_to_token, self._req_pool_indices, self._kv_start, items, self._sinks,
             self._out, self._lse, self._part_o, self._part_lse,
-            self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0,
+            self._scale * math.log2(math.e), 0.0, 0.0, OFF, 0, *self._scales,
         )  # fmt: skip
         merged = (self._part_o, self._part_lse, rows, self._sinks, self._out, self._lse)
 
@@ -311,6 +322,10 @@ class PagedCase:
         return worst(
             excess(self._out, self._expected, tolerance), lse_error(self._lse, self._expected_lse) / tolerance.lse
         )
+
+
+def _codes(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+    return (numbers.float() / scale).to(torch.float8_e4m3fn)
 
 
 def causal_attention(

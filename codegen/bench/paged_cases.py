@@ -62,10 +62,11 @@ def decode(case: Case, roots: Roots | None, cold: int) -> Setup:
     heads, kv_heads, dim, dim_v, dtype = _sizes(case)
     batch, tokens = case.batch, case.tokens
     latent = kv_heads == 1 and dim_v < dim  # the values are the first dimensions of the keys
-    row_bytes = kv_heads * (dim + (0 if latent else dim_v)) * dtype.itemsize
+    fp8 = case.workload.kv_dtype is not None
+    row_bytes = kv_heads * (dim + (0 if latent else dim_v)) * (1 if fp8 else dtype.itemsize)
     count = copies(batch * tokens * row_bytes, cold)
     slots = count * batch * tokens
-    base = _base(dtype)
+    base = _base(torch.float8_e4m3fn if fp8 else dtype)
     k_buffer = _filled(base, 0, slots, kv_heads, dim)
     v_buffer = k_buffer[..., :dim_v] if latent else _filled(base, 977, slots, kv_heads, dim_v)
     q = draw()(batch, heads, dim).to(dtype)
@@ -85,14 +86,16 @@ def decode(case: Case, roots: Roots | None, cold: int) -> Setup:
         ]
 
     def gathered(pool: Tensor, table: Tensor) -> Tensor:
-        return pooled(pool[table].transpose(1, 2))
+        # torch attends to the same numbers in the type of the queries: it has no attention over fp8.
+        rows = pool.view(torch.uint8)[table].view(pool.dtype).to(dtype) if fp8 else pool[table]
+        return pooled(rows.transpose(1, 2))
 
     forms = []
     for table in tables:
         keys = gathered(k_buffer, table)
         forms.append(peers.decode(q, keys, keys[..., :dim_v] if latent else gathered(v_buffer, table)))
     contestants = [*ours(case, roots, calls), *peer_forms(forms, first)]
-    if case.workload.dtype == "bf16" and vllm_peer.load():
+    if case.workload.dtype == "bf16" and not fp8 and vllm_peer.load():
         if latent:
             call = vllm_peer.latent_decode(q, k_buffer[tables].view(count * batch, tokens, dim), dim_v, dim**-0.5)
             contestants.append(_vllm("latent", vllm_peer.LATENT_PAGE, call, count))

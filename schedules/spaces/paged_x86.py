@@ -107,13 +107,13 @@ def schedule_extend(workload: Workload, shape: PagedShape, decisions: dict[str, 
 
 def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, int], target: Target) -> tirx.PrimFunc:
     """The streaming decode kernel (see the module's text)."""
-    n, lanes = decisions, target.lanes
+    n = decisions
     sch = s_tir.Schedule(paged_attention(workload, shape))
     items = parallel_items(sch)
     for name in ("lse_row", "F", "acc"):
         sch.compute_at(block(sch, name), items, preserve_unit_loops=True)
 
-    pairs = _pairs(workload, target)
+    lanes, pairs = _row_vectors(workload, target)
     width = pairs * lanes
 
     def paired(*index: tirx.Expr) -> tuple[tirx.Expr, ...]:
@@ -128,7 +128,7 @@ def schedule_decode(workload: Workload, shape: PagedShape, decisions: dict[str, 
     o_row, o_column, o_key = sch.get_loops(block(sch, "O"))[-3:]
     # A tile of value rows stays in the first-level cache while the register tile walks over its columns.
     o_key_o, o_key_i = sch.split(o_key, [None, n["key_tile"]])
-    vectors = n["pv_vectors"] // pairs
+    vectors = n["pv_vectors"] * target.lanes // width
     o_column_o, o_vector, o_lane, o_pair = sch.split(o_column, [None, vectors, lanes, pairs])
     sch.reorder(o_key_o, o_column_o, o_key_i, o_row, o_vector, o_pair, o_lane)
     for name, output in (("O", 0), ("acc", 2)):
@@ -237,8 +237,9 @@ Choices = dict[str, tuple[int, ...]]
 def _decode_decisions(
     workload: Workload, target: Target
 ) -> tuple[Choices, dict[str, int], Callable[[Decisions], bool]]:
-    pairs = _pairs(workload, target)
-    vectors = tuple(v for v in _divisor_vectors(workload.head_dim_vo, target.lanes) if v % pairs == 0)
+    lanes, pairs = _row_vectors(workload, target)
+    step = pairs * lanes // target.lanes  # registers that a row's conversion fills at once
+    vectors = tuple(v for v in _divisor_vectors(workload.head_dim_vo, target.lanes) if v % step == 0)
     choices = {
         "block_q": (1,),
         "chunk": (64, 128, 256, 512),
@@ -260,9 +261,10 @@ def _decode_decisions(
 
     def legal(n: Decisions) -> bool:
         # Accumulators that do not fit the registers are spilled in the innermost loop.
-        registers = max(n["qk_keys"] * rows, n["pv_vectors"] * rows)
+        wide = lanes // target.lanes
+        registers = max(n["qk_keys"] * rows * wide, n["pv_vectors"] * rows)
         return n["chunk"] % n["key_tile"] == 0 and (
-            registers <= target.registers - 2 or (n["qk_keys"] == 1 and n["pv_vectors"] == pairs)
+            registers <= target.registers - 2 or (n["qk_keys"] == 1 and n["pv_vectors"] == step)
         )
 
     return choices, default, legal
@@ -309,13 +311,18 @@ def _extend_decisions(
     return choices, default, legal
 
 
-def _pairs(workload: Workload, target: Target) -> int:
-    """Into how many vectors decode sorts the elements of a row: i, i + pairs, i + 2 pairs ... lie in one."""
+def _row_vectors(workload: Workload, target: Target) -> tuple[int, int]:
+    """(lanes, pairs) of decode: elements of a row that are one vector, and into how many vectors a row is sorted.
+
+    With pairs, elements i, i + pairs, i + 2 pairs ... lie in one vector.
+    """
+    dims = (workload.head_dim_qk, workload.head_dim_vo)
+    if workload.kv_dtype is not None:
+        # Bytes become halves 16 at a time, in a register of words; as floats they fill one register or two.
+        return (16 if all(dim is not None and dim % 16 == 0 for dim in dims) else target.lanes), 1
     # bf16 becomes f32 by a shift of the even elements and a mask of the odd ones.
-    even = all(
-        dim is not None and dim % (2 * target.lanes) == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo)
-    )
-    return 2 if workload.dtype == "bf16" and even else 1
+    even = all(dim is not None and dim % (2 * target.lanes) == 0 for dim in dims)
+    return target.lanes, 2 if workload.dtype == "bf16" and even else 1
 
 
 def _divisor_vectors(columns: int | None, lanes: int) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from paged_sizes import SIZES, SPECIAL, paged_batch
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime.plan import plan_decode, plan_extend
+from tilewright.schedules.catalog import all_workloads
+from tilewright.schedules.workload import Workload
 
 AXES = {
     "phase": ["decode", "extend", "pool"],
@@ -35,13 +37,31 @@ AXES = {
     "out": ["new", "given", "strided"],
     "return_lse": [False, True],
     "start_loc": [False, True],
+    "fp8": [False, True],
+    "tree": [None, "new", "whole rows"],
 }
+# What a device has kernels for, whatever the size where there are general ones.
+CATALOGUE = {"cpu": all_workloads("x86-avx2"), "cuda": all_workloads("cuda-sm90a")}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
 
 
-def possible(row):
-    """What the interface refuses together is not asked for."""
+def served(row, device):
+    """Whether there is a kernel for fp8 pools or tree masks of this row."""
+    kind = ("paged_decode" if row["phase"] == "decode" else "paged_extend", NAMES[row["dtype"]])
+    size = row["size"]
+    shape = (None,) * 3 if device == "cpu" else (size.group, size.dim, size.dim_vo)
+    wanted = Workload(*kind, *shape, "fp8_e4m3" if row["fp8"] else None, row["tree"] is not None)
+    return wanted in CATALOGUE[device]
+
+
+def possible(row, device):
+    """What the interface refuses together, and what the catalogue has no kernel for, is not asked for."""
     decode = row["phase"] == "decode"
-    return not (
+    if row["tree"] and (decode or row["cross"]):
+        return False
+    if row["fp8"] and row["batch_invariant"] and row["phase"] == "extend":
+        return False
+    return served(row, device) and not (
         (row["cross"] and (row["window"] or row["phase"] == "extend" or not row["causal"]))
         or (decode and (row["start_loc"] or not row["causal"]))
         or (row["layout"] == "interleaved" and row["size"].aliased)
@@ -51,7 +71,7 @@ def possible(row):
 GPU_AXES = AXES | {"dtype": [torch.bfloat16, torch.float16], "size": SPECIAL}
 
 
-def pairwise(seed, axes):
+def pairwise(seed, axes, device):
     """Rows over `axes` in which any two values that may stand together do so."""
     generator = random.Random(seed)
 
@@ -70,7 +90,7 @@ def pairwise(seed, axes):
     rows = []
     while todo:
         pair = next(iter(todo))
-        rows_with_it = list(filter(possible, (draw(dict(pair)) for _ in range(60))))
+        rows_with_it = [row for row in (draw(dict(pair)) for _ in range(60)) if possible(row, device)]
         if not rows_with_it:  # never possible: 60 draws of two or three free values
             del todo[pair]
             continue
@@ -81,9 +101,9 @@ def pairwise(seed, axes):
 
 
 ROWS = [
-    *(pytest.param("cpu", row, id=f"{row['phase']}-{row['size']}") for row in pairwise(2024, AXES)),
+    *(pytest.param("cpu", row, id=f"{row['phase']}-{row['size']}") for row in pairwise(2024, AXES, "cpu")),
     *(pytest.param("cuda", row, id=f"cuda-{row['phase']}-{row['size']}", marks=pytest.mark.cuda)
-      for row in pairwise(2025, GPU_AXES)),
+      for row in pairwise(2025, GPU_AXES, "cuda")),
 ]  # fmt: skip
 
 
@@ -100,9 +120,15 @@ def test_pairs_of_options(device, modules, monkeypatch, row):
         size, [69, 16, 40, -1 if decode else 0], news, dtype=row["dtype"], from_pool=row["phase"] != "extend",
         kv_starts=starts, page_size=row["page_size"],
     )  # fmt: skip
+    scales = {"k_scale": 0.5, "v_scale": 0.3} if row["fp8"] else {}
+    if row["fp8"]:
+        batch.to_fp8(**scales)
     lay_out(batch, row["layout"])
     lengths = torch.tensor([50, 17, 30, 0]) if row["cross"] else batch.seq_lens
     options = {name: row[name] for name in ("window", "logit_cap", "sm_scale", "batch_invariant", "page_size")}
+    options |= scales
+    if row["tree"]:
+        options["tree_mask"] = batch.tree_mask(whole_rows=row["tree"] == "whole rows")
     options["kv_start"] = batch.kv_start
     options["kv_lens"] = INDEXES[row["index"]](lengths) if row["cross"] else None
     if row["sinks"]:

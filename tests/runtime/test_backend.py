@@ -234,7 +234,7 @@ def test_idle(model):
     assert model.calls == []
 
 
-@pytest.mark.parametrize("name", ["TARGET_VERIFY", "DRAFT_EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"])
+@pytest.mark.parametrize("name", ["DRAFT_EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"])
 def test_modes_not_served(model, name):
     server = Server()
     for mode in (ForwardMode[name], SimpleNamespace(name=name)):

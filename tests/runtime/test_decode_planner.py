@@ -16,7 +16,7 @@ from tilewright.runtime.decode_planner import DecodeWork
 from tilewright.runtime.paged import decode_attention, extend_attention
 from tilewright.runtime.plan import decode_lengths, plan_decode, plan_extend
 from tilewright.runtime.plan_buffers import PlanBuffers
-from tilewright.runtime.planner import OFF, Tiling, _longest_thread, make_work
+from tilewright.runtime.planner import FIRST_NEW, OFF, Tiling, _longest_thread, make_work
 
 SIZES = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 8, "head_dim_vo": 8}
 

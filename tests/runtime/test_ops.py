@@ -102,15 +102,16 @@ def test_a_plan_that_is_gone_is_said_so():
     batch = make_decode_batch([5])
     with pytest.raises(ValueError, match="plan: number 99999999 is gone"):
         torch.ops.tilewright.decode_attention(
-            *batch.decode_arguments(), None, None, None, batch.out(), None, None, 0.0, 0, 1, False, 99999999
+            *batch.decode_arguments(), None, None, None, batch.out(), None, None, 0.0, 0, 1.0, 1.0, 1, False, 99999999
         )
 
 
 def test_schemas_declare_what_is_written():
     batch = make_decode_batch([5, 9])
+    options = (0.0, 0, 1.0, 1.0, 1, False, -1)  # logit_cap, window, scales, page_size, batch_invariant, plan
     torch.library.opcheck(
         torch.ops.tilewright.decode_attention.default,
-        (*batch.decode_arguments(), *[None] * 3, torch.zeros(2, 4, 8), torch.zeros(2, 4), None, 0.0, 0, 1, False, -1),
+        (*batch.decode_arguments(), *[None] * 3, torch.zeros(2, 4, 8), torch.zeros(2, 4), None, *options),
         test_utils=("test_schema", "test_faketensor"),
     )
     k, loc = torch.randn(3, 2, 8), torch.tensor([2, -1, 0])

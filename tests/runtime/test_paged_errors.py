@@ -165,7 +165,7 @@ def test_negated_views_count_as_their_values(model, name):
     ([True] * 16, TypeError, "tree_mask: got list"),
     (torch.ones(16, dtype=torch.bool, device="meta"), ValueError, "tree_mask: got device meta"),
     (torch.ones(17, dtype=torch.bool), ValueError,
-     r"tree_mask: got 17 elements, expected 25 \(new x new .*\) or 55 \(new tokens x keys"),
+     r"tree_mask: got 17 elements, expected 25 \(new x new .*\) or 75 \(new tokens x keys"),
 ])  # fmt: skip
 def test_wrong_masks(model, mask, error, message):
     batch = make_paged_batch([5, 10], [4, 3])
