@@ -238,6 +238,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             shift = T.alloc_local([1], "float32")
             held = T.alloc_local([1], "int32")
             addresses = T.alloc_local([_COPIES], "int64")
+            at = T.alloc_local([2], "int32")
+            to_row = T.alloc_local([_COPIES], "int32")
+            to_chunk = T.alloc_local([_COPIES], "int32")
 
             @T.inline
             def look_up(j):
@@ -266,17 +269,39 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             @T.inline
             def copy(table, to, chunks, dim, step):
                 # `chunks` of every row of a tile to every step-th place: each thread takes every THREADS-th.
-                for begin in batches((BN * chunks + (THREADS * _COPIES - 1)) // (THREADS * _COPIES)):
-                    for i in T.unroll(_COPIES):
-                        if (begin * _COPIES + i) * THREADS + tx < BN * chunks:
-                            addresses[i] = rows[table + ((begin * _COPIES + i) * THREADS + tx) // chunks]
-                    for i in T.unroll(_COPIES):
-                        if (begin * _COPIES + i) * THREADS + tx < BN * chunks:
-                            n: T.int32 = ((begin * _COPIES + i) * THREADS + tx) // chunks
-                            c: T.int32 = ((begin * _COPIES + i) * THREADS + tx) % chunks
-                            copy16_from(
-                                smem.ptr_to([to + place(n, c * step, dim)]), addresses[i] + T.Cast("int64", c * 16)
-                            )
+                if GENERAL:
+                    # Row and chunk of the next copy, moved on without a division.
+                    at[0] = tx // chunks
+                    at[1] = tx % chunks
+                    for _ in T.serial((BN * chunks + (THREADS * _COPIES - 1)) // (THREADS * _COPIES)):
+                        for i in T.unroll(_COPIES):
+                            to_row[i] = at[0]
+                            to_chunk[i] = at[1]
+                            at[0] = at[0] + THREADS // chunks
+                            at[1] = at[1] + THREADS % chunks
+                            if at[1] >= chunks:
+                                at[0] = at[0] + 1
+                                at[1] = at[1] - chunks
+                            addresses[i] = rows[table + T.min(to_row[i], BN - 1)]
+                        for i in T.unroll(_COPIES):
+                            if to_row[i] < BN:
+                                copy16_from(
+                                    smem.ptr_to([to + place(to_row[i], to_chunk[i] * step, dim)]),
+                                    addresses[i] + T.Cast("int64", to_chunk[i] * 16),
+                                )
+                else:
+                    for begin in batches((BN * chunks + (THREADS * _COPIES - 1)) // (THREADS * _COPIES)):
+                        for i in T.unroll(_COPIES):
+                            if (begin * _COPIES + i) * THREADS + tx < BN * chunks:
+                                addresses[i] = rows[table + ((begin * _COPIES + i) * THREADS + tx) // chunks]
+                        for i in T.unroll(_COPIES):
+                            if (begin * _COPIES + i) * THREADS + tx < BN * chunks:
+                                n: T.int32 = ((begin * _COPIES + i) * THREADS + tx) // chunks
+                                c: T.int32 = ((begin * _COPIES + i) * THREADS + tx) % chunks
+                                copy16_from(
+                                    smem.ptr_to([to + place(n, c * step, dim)]),
+                                    addresses[i] + T.Cast("int64", c * 16),
+                                )
 
             @T.inline
             def gather(j):
@@ -352,9 +377,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 if T.Or(edge, T.And(TREE, begin + (BN - 1) >= notes[MASKED])):
                     for t in T.unroll(MT):
                         for h in T.unroll(2):
-                            at: T.int32 = notes[len(_NOTES) + band + t * 16 + h * 8 + lane // 4]
-                            lo: T.int32 = visible_bounds(at, final + 1, window, lookahead)[0]
-                            hi: T.int32 = visible_bounds(at, final + 1, window, lookahead)[1]
+                            stands: T.int32 = notes[len(_NOTES) + band + t * 16 + h * 8 + lane // 4]
+                            lo: T.int32 = visible_bounds(stands, final + 1, window, lookahead)[0]
+                            hi: T.int32 = visible_bounds(stands, final + 1, window, lookahead)[1]
                             for n in T.unroll(KEYS // 8):
                                 for e in T.unroll(2):
                                     key: T.int32 = begin + cw * KEYS + n * 8 + lane % 4 * 2 + e
@@ -367,7 +392,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                                     p.mask,
                                                     p.mask_start[p.items[w, REQUEST]],
                                                     p.mask_width[p.items[w, REQUEST]],
-                                                    at - notes[MASKED],
+                                                    stands - notes[MASKED],
                                                     key,
                                                     notes[MASKED],
                                                 )
@@ -448,13 +473,13 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                 )
                                 for t in T.unroll(MT):
                                     for h in T.unroll(2):
-                                        at: T.int32 = t * ON + block * (PART_DO // 2) + (jj * 2 + h) * 4
+                                        o: T.int32 = t * ON + block * (PART_DO // 2) + (jj * 2 + h) * 4
                                         T.ptx[mma](
-                                            *[O[at + i] for i in range(4)],
+                                            *[O[o + i] for i in range(4)],
                                             *[A[t * 4 + i] for i in range(4)],
                                             B[h * 2],
                                             B[h * 2 + 1],
-                                            *[O[at + i] for i in range(4)],
+                                            *[O[o + i] for i in range(4)],
                                         )
 
             if tx == 0:
