@@ -7,15 +7,8 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
-from tilewright.schedules.spaces import (
-    Decisions,
-    Space,
-    UnsupportedWorkload,
-    cuda_decode,
-    cuda_extend,
-    cuda_states,
-    paged_cuda_mma,
-)
+from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_extend, cuda_states
+from tilewright.schedules.spaces.paged_cuda_mma import space as mma_space
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -25,7 +18,8 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
-_WARPGROUP_DIMS = range(64, 193, 16)  # for which extend uses the warpgroup products of Hopper
+# What extend does by the warpgroup products of Hopper; cuda_extend_mma does the rest.
+_WARPGROUP_DIMS, _WARPGROUP_MOST_GROUP = range(64, 193, 16), 64
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
@@ -49,7 +43,7 @@ def space(workload: Workload, target: Target) -> Space:
             plan=lambda decisions: {},
         )
     if workload.operator == "paged_extend" and not _warpgroups(workload, target):
-        return paged_cuda_mma.space(workload, target)
+        return mma_space(workload, target)
     if workload.general:
         raise UnsupportedWorkload(f"{where}: expected a fixed group and head dims, got a general kernel")
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
@@ -57,7 +51,7 @@ def space(workload: Workload, target: Target) -> Space:
         raise UnsupportedWorkload(f"{where}: head dims: expected multiples of 16 up to 256, got {dims}")
     if workload.operator == "paged_decode":
         return _decode(workload, target, where)
-    return _extend(workload, target)
+    return _extend(workload, target, where)
 
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
@@ -101,9 +95,13 @@ def _resident(target: Target, warps: int, ring: int) -> int:
     return max(min((_shared_memory(target) + _SMALL) // (ring + _SMALL), _BUSY_WARPS // warps), 1)
 
 
-def _extend(workload: Workload, target: Target) -> Space:
+def _extend(workload: Workload, target: Target, where: str) -> Space:
     """Decisions: query rows of an item, keys of a tile, stages of the rings, whether consumers take turns."""
+    if not _hopper(target):
+        raise UnsupportedWorkload(f"{where}: extend needs warpgroup products (sm_90a)")
     group = workload.group or 1
+    if group > cuda_extend.ROWS:
+        raise UnsupportedWorkload(f"{where}: group: expected at most {cuda_extend.ROWS}, got {group}")
     choices = {
         "rows": (64, 128, 192),
         "keys": (48, 64, 80, 96, 112, 128, 144, 160, 176),
@@ -136,8 +134,8 @@ def _extend(workload: Workload, target: Target) -> Space:
 
 
 def _warpgroups(workload: Workload, target: Target) -> bool:
-    """Whether extend is made by cuda_extend, faster, or by cuda_extend_mma, which takes everything."""
-    plain = workload.kv_dtype is None and not workload.tree and (workload.group or 0) <= cuda_extend.ROWS
+    """Whether extend is made by cuda_extend, which is faster, or by cuda_extend_mma, which takes everything."""
+    plain = workload.kv_dtype is None and not workload.tree and (workload.group or 0) <= _WARPGROUP_MOST_GROUP
     dims = {workload.head_dim_qk, workload.head_dim_vo}
     return _hopper(target) and plain and dims <= set(_WARPGROUP_DIMS)
 
