@@ -5,7 +5,8 @@ from __future__ import annotations
 import tvm
 
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload
-from tilewright.schedules.spaces.cuda_extend_mma import block_q, extend, most_dims, padded, ring_elements, side_bytes
+from tilewright.schedules.spaces.cuda_extend_mma import extend
+from tilewright.schedules.spaces.cuda_extend_mma_tiles import Tiles, padded
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -39,70 +40,69 @@ def space(workload: Workload, target: Target) -> Space:
 
     Args:
         workload: operator "paged_extend", 16-bit; fixed sizes of any group, or general: any group and head dims up to
-            cuda_extend_mma.MOST_DIM.
+            catalog.GPU_GENERAL_DIM.
         target: of NVIDIA's, sm_80 or later.
 
     Raises:
         UnsupportedWorkload: rows that are not whole 16 bytes, or more than shared memory holds.
     """
-    dims, shared_memory = most_dims(workload), int(target.tvm["max_shared_memory_per_block"])
+    shared_memory = int(target.tvm["max_shared_memory_per_block"])
     where = f"{workload.name} for {target.name}: head dims"
+    dims = (workload.head_dim_qk, workload.head_dim_vo)
     whole = 8 if workload.kv_dtype is None else 16
-    if any(dim % whole for dim in dims):
+    if any(dim is not None and dim % whole for dim in dims):
         raise UnsupportedWorkload(f"{where}: expected multiples of {whole} (rows of whole 16 bytes), got {dims}")
 
     def legal(n: Decisions) -> bool:
         inside = set(n) == set(_CHOICES) and all(n[name] in _CHOICES[name] for name in n)
-        return inside and _fits(workload, n, shared_memory)
+        return inside and _fits(workload, Tiles.of(workload, n), shared_memory)
 
     untuned = _GENERAL_DEFAULTS if workload.general else _DEFAULTS
     default = next(filter(legal, (dict(zip(_CHOICES, n, strict=True)) for n in untuned)), None)
     if default is None:
         raise UnsupportedWorkload(f"{where}: queries and tiles of {dims} do not fit into shared memory and registers")
+
+    def plan(n: Decisions) -> dict[str, int]:
+        z = Tiles.of(workload, n)
+        ctas = _resident(workload, z, shared_memory)
+        return {"block_q": z.block_q, "chunk": z.keys, "min_split": max(8 * z.keys, 256), "max_split": 0, "ctas": ctas}
+
     return Space(
         choices=_CHOICES,
         default=default,
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: extend(workload, n)}),
-        plan=lambda n: {
-            "block_q": block_q(workload, n),
-            "chunk": n["keys"],
-            "min_split": max(8 * n["keys"], 256),
-            "max_split": 0,
-            "ctas": _resident(workload, n, shared_memory),
-        },
+        plan=plan,
     )
 
 
-def registers(workload: Workload, decisions: Decisions) -> int:
+def registers(workload: Workload, z: Tiles) -> int:
     """Estimate of a thread's registers: scores, values, state of its rows, addresses."""
-    n = decisions
-    blocks = n["rows"] * n["columns"] // (16 * n["warps"])  # of 16 rows a warp
     extra = 24 if workload.tree or workload.general else 0
     if workload.kv_dtype is not None:
-        extra += max(n["keys"] - 64, 0) // 16
-    return blocks * ((n["keys"] + padded(most_dims(workload)[1])) // n["columns"] // 2 + 12) + 40 + extra
+        extra += max(z.keys - 64, 0) // 16
+    return z.blocks * ((z.keys + padded(z.dim_vo)) // z.columns // 2 + 12) + 40 + extra
 
 
-def _bytes(workload: Workload, decisions: Decisions) -> int:
-    return 2 * ring_elements(workload, decisions) + side_bytes(decisions)
+def _bytes(z: Tiles) -> int:
+    return 2 * z.elements + z.side_bytes
 
 
-def _fits(workload: Workload, n: Decisions, shared_memory: int) -> bool:
+def _fits(workload: Workload, z: Tiles, shared_memory: int) -> bool:
     """Whether the parts of a tile are whole products, and a CTA finds the registers and the shared memory."""
     return (
-        n["warps"] % n["columns"] == 0
-        and n["rows"] * n["columns"] % (16 * n["warps"]) == 0
-        and n["keys"] % (16 * n["columns"]) == 0
-        and n["keys"] <= 32 * n["warps"]
-        and padded(most_dims(workload)[1]) % (16 * n["columns"]) == 0
-        and registers(workload, n) <= min(_REGISTERS // (32 * n["warps"]), _MOST_REGISTERS + 1)
-        and _bytes(workload, n) + _SMALL <= shared_memory
+        z.warps % z.columns == 0
+        and z.rows * z.columns % (16 * z.warps) == 0
+        and z.keys % (16 * z.columns) == 0
+        and z.keys <= z.threads
+        and padded(z.dim_vo) % (16 * z.columns) == 0
+        and registers(workload, z) <= min(_REGISTERS // z.threads, _MOST_REGISTERS + 1)
+        and _bytes(z) + _SMALL <= shared_memory
     )
 
 
-def _resident(workload: Workload, n: Decisions, shared_memory: int) -> int:
+def _resident(workload: Workload, z: Tiles, shared_memory: int) -> int:
     """CTAs that a multiprocessor holds at once."""
-    held = min(-(-registers(workload, n) // 8) * 8 + 16, _MOST_REGISTERS + 1)
-    by_memory = (shared_memory + _SMALL) // (_bytes(workload, n) + _SMALL)
-    return max(min(by_memory, _REGISTERS // (32 * n["warps"] * held)), 1)
+    held = min(-(-registers(workload, z) // 8) * 8 + 16, _MOST_REGISTERS + 1)
+    by_memory = (shared_memory + _SMALL) // (_bytes(z) + _SMALL)
+    return max(min(by_memory, _REGISTERS // (z.threads * held)), 1)
