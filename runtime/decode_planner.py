@@ -13,7 +13,9 @@ import numpy as np
 
 from tilewright.runtime.planner import (
     BALANCED,
+    COUNTER,
     FINE,
+    FIRST_PIECE,
     INVARIANT_SPLIT,
     ITEM_COLUMNS,
     KV_BEGIN,
@@ -21,6 +23,7 @@ from tilewright.runtime.planner import (
     MERGE_COLUMNS,
     OFF,
     PART,
+    PIECES,
     POS,
     PREFIX,
     Q_LEN,
@@ -48,9 +51,22 @@ class DecodeWork:
 
     Attributes:
         items: int32 [W, 10], costliest first. rows: int32 [R, 4]. partials: as in planner.WorkList.
+        joined: the module joins pieces itself; `rows` tells which rows have a counter, the merge kernel gets none.
     """
 
-    __slots__ = ("_kv_len", "_last", "_last_begin", "_lens", "_pos", "_request", "_room", "items", "partials", "rows")
+    __slots__ = (
+        "_kv_len",
+        "_last",
+        "_last_begin",
+        "_lens",
+        "_pos",
+        "_request",
+        "_room",
+        "items",
+        "joined",
+        "partials",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -72,6 +88,7 @@ class DecodeWork:
             workers: units that the device runs at once; not looked at when batch_invariant.
             batch_invariant: split at fixed positions, as planner.make_work does.
         """
+        self.joined = bool(tiling.joins)
         lengths = kv_lens if window >= OFF else np.minimum(kv_lens, window)
         low = 0 if window >= OFF else kv_lens - lengths
         base: Ints | int = low
@@ -83,7 +100,7 @@ class DecodeWork:
             split = bool(counts.max(initial=1) > 1)
             room = (base + counts * fixed if window >= OFF else kv_lens) - kv_lens
         else:
-            size, counts, split = _pieces(lengths, tiling, num_kv_heads, workers)
+            size, counts, split = _pieces(lengths, tiling, num_kv_heads * tiling.blocks, workers)
             room = np.full(len(kv_lens), tiling.chunk)
         self._lens = kv_lens.copy()
         # Where the last piece of each request stands in the list, None = request i's in the place of i in _request.
@@ -126,6 +143,10 @@ class DecodeWork:
         self._last = place[after - 1]
         self._last_begin = begin[after - 1]
         which = np.flatnonzero(many)
+        if self.joined:
+            own = owner[order]
+            self.items[:, FIRST_PIECE], self.items[:, PIECES] = partial[own], counts[own]
+            self.items[:, COUNTER] = np.where(many, np.cumsum(many), 0)[own]
         self.rows = np.empty((len(which), MERGE_COLUMNS), np.int32)
         self.rows[:, 0] = which
         self.rows[:, 1] = partial[which]

@@ -58,6 +58,7 @@ class GpuWork:
     def __init__(self, buffers: Any, fixed: bool) -> None:
         self.buffers, self._fixed = buffers, fixed
         self.part_o, self.part_lse = buffers.part_o, buffers.part_lse
+        self.part_lse.zero_()  # the counters behind the partial states: every kernel leaves them at 0
         self.items: Tensor = buffers.items[:0]
         self.rows: Tensor | None = None
         self.num_items, self.tasks = 0, 1
@@ -104,7 +105,9 @@ class GpuWork:
             self.num_items = items
         self._used = (items, rows)
         self.buffers.items[:end_items].copy_(slot.items[:end_items], non_blocking=True)
-        if end_rows:
+        if isinstance(work, DecodeWork) and work.joined:
+            self.rows = None
+        elif end_rows:
             self.buffers.rows[:end_rows].copy_(slot.rows[:end_rows], non_blocking=True)
         for known in self._slots:
             known.moving = None

@@ -21,7 +21,8 @@ class PlanBuffers:
     """Memory for one work list, allocated by the caller so that addresses never change (graphs, fixed budgets).
 
     items: [W, 10] int32; rows: [R, 4] int32; part_o: [P, num_qo_heads, head_dim_vo] f32; part_lse: [P, num_qo_heads]
-    f32; all dense, on the plan's device. A plan that needs more is refused with the sizes it needs.
+    f32; all dense, on the plan's device. A plan that needs more is refused with the sizes it needs. On a GPU the last R
+    of the P rows are no partial states: those of part_lse hold the kernels' counters.
 
     On a GPU the kernels always get the whole lists, what a batch does not use being padding that they skip: a CUDA
     graph captured with the plan replays with every later batch that `Plan.update` puts in. So ample lists cost time:
@@ -39,6 +40,8 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Allocate for at most so many items, merged rows and partial rows (at least one of each)."""
         items, rows, partials = max(items, 1), max(rows, 1), max(partials, 1)
+        if gpu_work.multiprocessors(torch.empty(0, device=device).device):
+            partials += rows
         return cls(
             torch.empty((items, ITEM_COLUMNS), dtype=torch.int32, device=device),
             torch.empty((rows, MERGE_COLUMNS), dtype=torch.int32, device=device),
@@ -77,7 +80,8 @@ class PlanBuffers:
     @property
     def capacity(self) -> tuple[int, int, int]:
         """(items, rows, partials) that fit."""
-        return self.items.shape[0], self.rows.shape[0], self.part_o.shape[0]
+        counters = self.rows.shape[0] if gpu_work.multiprocessors(self.items.device) else 0
+        return self.items.shape[0], self.rows.shape[0], self.part_o.shape[0] - counters
 
 
 class DeviceWork:

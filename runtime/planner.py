@@ -24,6 +24,9 @@ OFF = 2**30
 # Columns of an item, in the kernels' order.
 REQUEST, Q_ROW, Q_LEN, KV_BEGIN, KV_LEN, POS, PREFIX, NEW_ROW, PART, FIRST_NEW = range(10)
 ITEM_COLUMNS = 10
+# What decode has in columns of its own where a module joins pieces: the first and the number of the pieces of the
+# item's row, and 1 + the number of the row's counter.
+FIRST_PIECE, PIECES, COUNTER = PREFIX, NEW_ROW, FIRST_NEW
 MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial rows
 
 # Split positions of the batch-invariant mode: multiples of so many keys (rounded up to whole blocks and chunks). Long
@@ -49,6 +52,10 @@ class Tiling(NamedTuple):
     """Most keys of an item, 0 = no bound: heads of one short range are worked on while its pages are in reach."""
     ctas: int = 1
     """On a GPU: thread blocks of the module for each multiprocessor."""
+    blocks: int = 1
+    """On a GPU: thread blocks of an item and KV head, each with some of its query heads."""
+    joins: int = 0
+    """On a GPU, 1: the last piece of a row that is done joins them all (decode); 0: the merge kernel does."""
 
 
 class Lengths(NamedTuple):

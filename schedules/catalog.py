@@ -11,6 +11,8 @@ PAGED_SHAPES = ((128, 4), (64, 3), (64, 1))
 MORE_SHAPES = (*PAGED_SHAPES, (128, 1), (128, 8), (64, 8))
 # Latent attention: one KV head, its values the first 512 of its 576 dims.
 LATENT = Workload("paged_decode", "bf16", 16, 576, 512)
+# Query heads of latent attention on one GPU: 128 of the largest models, and their slices by tensor parallelism.
+LATENT_GROUPS = (16, 32, 64, 128)
 LIGHTNING_DIM = 128
 _PAGED = ("paged_decode", "paged_extend")
 _LIGHTNING = ("lightning_decode", "lightning_extend")
@@ -77,16 +79,19 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     family = get_target(target).family
     if family == "cuda":
         # Tensor cores multiply 16-bit numbers.
-        return tuple(
+        fp8 = [Workload("paged_decode", "bf16", group, dim, dim, _KV) for dim, group in ((128, 4), (128, 8), (64, 8))]
+        everything = (
             workload
             for dtype in ("bf16", "fp16")
             for workload in (
                 *_paged(dtype, MORE_SHAPES),
                 *_gpu_extends(dtype),
+                *(Workload("paged_decode", dtype, group, 576, 512) for group in LATENT_GROUPS),
                 Workload("merge", dtype),
                 Workload("write_kv", dtype),
             )
         )
+        return (*everything, *fp8, Workload("write_kv", "bf16", kv_dtype=_KV))
     if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx2.
         return (*_paged("bf16", MORE_SHAPES), LATENT)

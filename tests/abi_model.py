@@ -57,7 +57,7 @@ def _pool(buffer: Tensor, scale: float | None) -> Tensor:
 def _attend(
     q, k_buffer, v_buffer, k_new, v_new, req_to_token, req_pool_indices, kv_start, items, sinks, out, lse, part_o,
     part_lse, scale_log2, cap_log2, scale_over_cap, window, lookahead, k_scale=None, v_scale=None, *, mask=None,
-    mask_start=None, mask_width=None, block_q, padding,
+    mask_start=None, mask_width=None, block_q, padding, decode=False,
 ):  # fmt: skip
     tokens, hq, dim = q.shape
     slots, hk, _ = k_buffer.shape
@@ -86,9 +86,11 @@ def _attend(
         _index(mask_start, (batch,))
         _index(mask_width, (batch,))
     k_pool, v_pool = _pool(k_buffer, k_scale), _pool(v_buffer, v_scale)
-    for request, q_row, q_len, kv_begin, kv_len, pos, prefix, new_row, part, first_new in items.tolist():
+    for request, q_row, q_len, kv_begin, kv_len, pos, six, seven, part, nine in items.tolist():
         if padding and q_len == 0:
             continue
+        prefix, new_row, first_new = (math.inf, 0, 0) if decode else (six, seven, nine)
+        first, pieces, counted = (six, seven, nine) if decode and padding else (0, 0, 0)
         assert 1 <= q_len <= block_q and kv_begin >= 0 and kv_len >= 0
         for i in range(q_len):
             position = pos + i
@@ -125,6 +127,15 @@ def _attend(
                 else:
                     assert part + i < partials
                     part_o[part + i, h], part_lse[part + i, h] = row_out.float(), row_lse
+        if counted:  # the last piece of the row joins all
+            assert first <= part < first + pieces <= partials - counted
+            counter = part_lse.view(torch.int32)[partials - counted, :1]
+            assert 0 <= counter < pieces
+            counter += 1
+            if counter == pieces:
+                counter.zero_()
+                row = torch.tensor([[q_row, first, pieces, 1]], dtype=torch.int32)
+                merge(part_o, part_lse, row, sinks, out, lse)
 
 
 def merge(part_o, part_lse, rows, sinks, out, lse, padding=False):
@@ -204,13 +215,14 @@ class ModelStore:
 
     calls: (workload name, arguments) of every kernel call so far.
     padding: as on a GPU, padding in the lists is skipped; else there must be none.
+    joins: decode joins the pieces of a row itself, as on a GPU.
     """
 
     def __init__(
         self, *, block_q: int = 4, chunk: int = 8, min_split: int = 16, general: bool = True, special: bool = True,
-        padding: bool = False,
+        padding: bool = False, joins: int = 0,
     ) -> None:  # fmt: skip
-        self.padding = padding
+        self.padding, self.joins = padding, joins
         self.plan = {"block_q": block_q, "chunk": chunk, "min_split": min_split}
         self.general, self.special = general, special
         self.calls: list[tuple[str, tuple]] = []
@@ -225,11 +237,11 @@ class ModelStore:
             raise MissingModuleError(f"{workload.name}: not in the model")
         plan = {}
         if workload.operator == "paged_decode":
-            plan = self.plan | {"block_q": 1}
+            plan = self.plan | {"block_q": 1} | ({"joins": 1} if self.joins else {})
 
             def function(q, k_buffer, v_buffer, *rest):
                 none = q.new_empty(0, k_buffer.shape[1], q.shape[2]), q.new_empty(0, *v_buffer.shape[1:])
-                _attend(q, k_buffer, v_buffer, *none, *rest, block_q=1, padding=self.padding)
+                _attend(q, k_buffer, v_buffer, *none, *rest, block_q=1, padding=self.padding, decode=True)
 
         elif workload.operator == "paged_extend":
             plan = self.plan

@@ -20,9 +20,11 @@ from tilewright.schedules.workload import Workload
 SUBSET = {
     "cuda-sm90a": [
         "paged_decode-bf16-g4-d128", "paged_decode-bf16-g3-d64", "paged_decode-fp16-g8-d128",
-        "paged_extend-bf16-g4-d128", "paged_extend-bf16-g3-d64", "merge-bf16", "write_kv-bf16",
+        "paged_decode-bf16-g16-d576v512", "paged_decode-bf16-kvfp8-g4-d128",
+        "paged_extend-bf16-g4-d128", "paged_extend-bf16-g3-d64", "merge-bf16", "write_kv-bf16", "write_kv-bf16-kvfp8",
     ],
-    "cuda-sm80": ["paged_decode-bf16-g4-d128", "paged_extend-bf16-g4-d128", "merge-bf16"],
+    "cuda-sm80": ["paged_decode-bf16-g4-d128", "paged_decode-bf16-g16-d576v512", "paged_decode-bf16-kvfp8-g4-d128",
+                  "paged_extend-bf16-g4-d128", "merge-bf16"],
 }  # fmt: skip
 # Beside the catalogue: what `tilewright build` makes of any legal shape. One of each kind of extend by mma.sync.
 BESIDE = {
@@ -32,6 +34,7 @@ BESIDE = {
     "cuda-sm80": ["paged_extend-bf16-kvfp8-g22-d576v512"],
 }  # fmt: skip
 # What a launch leaves a thread of 65536 registers, with the CTAs that should share a multiprocessor.
+MOST_OF_WIDE = 255  # decode with one CTA of eight warps
 MOST_REGISTERS = {"paged_decode": 208, "paged_extend": 168, "merge": 64, "write_kv": 64}
 MOST_REGISTERS_MMA = 255
 
@@ -82,13 +85,21 @@ def test_machine_code_is_what_was_meant(kernels, target):
         assert count["LDL"] == count["STL"] == 0, workload.name
         default = get_space(workload, target).default
         by_warps = "columns" in default  # extend by mma.sync
-        most = MOST_REGISTERS_MMA if by_warps else MOST_REGISTERS[workload.operator]
-        assert kernel.registers <= most, workload.name
         dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
-        if workload.operator == "paged_decode":
+        wide = workload.operator == "paged_decode" and max(dims) > 256
+        most = MOST_OF_WIDE if wide else MOST_REGISTERS_MMA if by_warps else MOST_REGISTERS[workload.operator]
+        assert kernel.registers <= most, workload.name
+        if wide:
+            warps = get_space(workload, target).default["warps"]
+            # A warp scores eight keys, and multiplies all of the tile with its share of the columns of V.
+            values = warps // 2 * (dims[1] // 16 // warps)
+            assert count["HMMA"] == dims[0] // 16 + 2 * values and count["HGMMA"] == 0, workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] == dims[0] // 32 + warps // 2 + values, workload.name
+        elif workload.operator == "paged_decode":
+            per = 32 if workload.kv_dtype else 16  # columns that a load brings
             # A tile of 16 keys: two products for every 16 columns of K and every 16 of V.
             assert count["HMMA"] == 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
-            assert count["LDGSTS"] > 0 and count["LDSM"] == (dims[0] + dims[1]) // 16, workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] == sum(dims) // per, workload.name
         elif by_warps:
             blocks = default["rows"] * default["columns"] // (16 * default["warps"])
             keys, columns = default["keys"], default["columns"]
@@ -113,7 +124,7 @@ def test_element_type_reaches_the_products(kernels):
     """bf16 modules multiply bf16, fp16 modules fp16."""
     for (target, workload), kernel in kernels.items():
         products = {i for i in kernel.instructions if i.startswith(("HMMA", "HGMMA"))}
-        if workload.operator.startswith("paged"):
+        if workload.operator.startswith("paged") and not workload.kv_dtype:  # codes of fp8 are halves
             assert all(("BF16" in name) is (workload.dtype == "bf16") for name in products), (target, products)
 
 
@@ -123,7 +134,7 @@ def test_manifest_says_how_to_launch(kernels):
         manifest = read_manifest(default_root() / target / workload.name)
         assert manifest.features == [target.removeprefix("cuda-").replace("sm", "sm_")]
         (entry,) = manifest.kernels.values()
-        early = workload.operator == "merge" and target == "cuda-sm90a"
+        early = workload.operator in ("merge", "paged_decode") and target == "cuda-sm90a"
         assert ("programmatic" in entry.launch) is early
 
 
@@ -157,7 +168,10 @@ def test_toolchain_leaves_the_environment_alone():
         ("paged_extend-bf16-g4-d100", "cuda-sm90a", "multiples of 8"),
         ("paged_extend-bf16-kvfp8-g4-d72", "cuda-sm80", "multiples of 16"),
         ("paged_extend-bf16-g4-d1024", "cuda-sm80", "shared memory"),
-        ("paged_decode-bf16-g17-d128", "cuda-sm90a", "group"),
+        ("paged_decode-bf16-g4-d592v512", "cuda-sm90a", "up to"),
+        ("paged_decode-bf16-kvfp8-g16-d576v512", "cuda-sm90a", "fp8"),
+        ("paged_decode-bf16-g4-d100", "cuda-sm90a", "multiples of 8"),
+        ("paged_decode-bf16-kvfp8-g4-d72", "cuda-sm90a", "multiples of 16"),
         ("lightning_decode-bf16-d128", "cuda-sm90a", "no kernels"),
     ],
 )
@@ -174,3 +188,16 @@ def test_defaults_are_legal(target):
         assert all(space.default[name] in values for name, values in space.choices.items())
         if workload.operator.startswith("paged"):
             assert space.plan(space.default)["block_q"] >= 1
+
+
+@pytest.mark.parametrize("target", SUBSET)
+def test_decode_takes_every_shape(target):
+    """Groups of any size, head dims that are multiples of 8; what does not fit is refused by name, not built wrong."""
+    dims = [(8, 24), (16, 16), (72, 72), (120, 120), (64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256)]
+    for dim, dim_vo in [*dims, (320, 320), (576, 512)]:
+        for group in (1, 3, 4, 5, 6, 7, 8, 16, 22, 128):
+            for kv_dtype in (None, "fp8_e4m3") if dim <= 256 and dim % 16 == 0 else (None,):
+                workload = Workload("paged_decode", "bf16", group, dim, dim_vo, kv_dtype)
+                space = get_space(workload, target)
+                assert space.legal(space.default), workload.name
+                assert space.plan(space.default)["blocks"] == -(-group // 16)

@@ -21,8 +21,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP8 = torch.float8_e4m3fn
 NOWHERE = 2**31 - 1
 SIZES = [(128, 4), (64, 3)]
+DECODES = [w for w in all_workloads("cuda-sm90a") if w.operator == "paged_decode"]
+WIDE = [w for w in DECODES if w.head_dim_qk > 256]
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 1000]
 
 
@@ -58,6 +61,8 @@ class Case:
     requests: list[tuple[int, int]]
     heads: int = 2
     split: int = 0
+    join: bool = False
+    latent: bool = False
     pooled: object = lambda keys, tokens: keys
     seed: int = 0
     options: Options = field(default_factory=Options)
@@ -80,9 +85,10 @@ class Case:
         fresh = [keys - n for (keys, _), n in zip(self.requests, pooled, strict=True)]
         slots = sum(pooled) + 50
         order = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(self.seed)) + 1).tolist()
-        pool = dtype if w.kv_dtype is None else torch.float8_e4m3fn
-        self.k_buffer = torch.full((slots, hk, dim), math.nan, device="cuda", dtype=torch.float32).to(pool)
-        self.v_buffer = torch.full((slots, hk, dim_vo), math.nan, device="cuda", dtype=torch.float32).to(pool)
+        self.scales = self.kv_scales if w.kv_dtype else ()
+        pool_dtype = FP8 if w.kv_dtype else dtype
+        self.k_buffer = torch.full((slots, hk, dim), math.nan, device="cuda").to(pool_dtype)
+        self.v_buffer = torch.full((slots, hk, dim_vo), math.nan, device="cuda").to(pool_dtype)
         self.k_new = torch.full((sum(fresh) + 3, hk, dim), math.nan, device="cuda", dtype=dtype)
         self.v_new = torch.full((sum(fresh) + 3, hk, dim_vo), math.nan, device="cuda", dtype=dtype)
         batch = len(self.requests)
@@ -109,7 +115,10 @@ class Case:
             self.new_rows.append(used - n)
             used += keys - n
             self.keys.append(key), self.values.append(value)
-        if w.kv_dtype is not None:
+        if self.latent:
+            assert not w.kv_dtype, "its values would have the scale of keys"
+            self.v_buffer, self.values = self.k_buffer[..., :dim_vo], [key[..., :dim_vo] for key in self.keys]
+        if w.kv_dtype:
             self.k_buffer, self.v_buffer = self.k_buffer.view(torch.uint8), self.v_buffer.view(torch.uint8)
         self.prefixes = pooled
         # Of new tokens among themselves; between the requests' masks lies what nobody may take for a permission.
@@ -134,7 +143,7 @@ class Case:
         self._plan()
 
     def _plan(self):
-        items, rows, partials, first_row = [], [], 0, 0
+        items, rows, partials, first_row, joined = [], [], 0, 0, 0
         for b, (keys, tokens) in enumerate(self.requests):
             for start in range(0, tokens, self.block_q):
                 count = min(self.block_q, tokens - start)
@@ -143,9 +152,15 @@ class Case:
                     ranges = [(i, min(self.split, keys - i)) for i in range(0, keys, self.split)]
                 for number, (begin, length) in enumerate(ranges):
                     part = partials + number * count if len(ranges) > 1 else -1
-                    items.append([b, first_row + start, count, begin, length, keys - tokens + start,
-                                  self.prefixes[b], self.new_rows[b], part, self.prefixes[b]])  # fmt: skip
-                if len(ranges) > 1:
+                    first_new = self.prefixes[b] if self.workload.operator == "paged_extend" else 0
+                    own = [self.prefixes[b], self.new_rows[b], part, first_new]
+                    if self.join and len(ranges) > 1:
+                        own = [partials, len(ranges), part, joined + 1]
+                    items.append([b, first_row + start, count, begin, length, keys - tokens + start, *own])
+                if self.join and len(ranges) > 1:
+                    joined += 1
+                    partials += len(ranges)
+                elif len(ranges) > 1:
                     rows += [[first_row + start + i, partials + i, len(ranges), count] for i in range(count)]
                     partials += len(ranges) * count
             first_row += tokens
@@ -156,8 +171,9 @@ class Case:
         self.items = torch.tensor(items, dtype=torch.int32).cuda()
         self.rows = torch.tensor(rows, dtype=torch.int32).cuda()
         heads = self.q.shape[1]
-        self.part_o = torch.full((partials + 1, heads, self.v_buffer.shape[2]), math.nan, device="cuda")
-        self.part_lse = torch.full((partials + 1, heads), math.nan, device="cuda")
+        self.part_o = torch.full((partials + 1 + joined, heads, self.v_buffer.shape[2]), math.nan, device="cuda")
+        self.part_lse = torch.full((partials + 1 + joined, heads), math.nan, device="cuda")
+        self.part_lse[partials + 1 :] = 0.0  # counters of arrivals
 
     def run(self):
         extend = self.workload.operator == "paged_extend"
@@ -167,7 +183,7 @@ class Case:
             self.out, self.lse, self.part_o, self.part_lse,
             *((self.mask, self.mask_start, self.mask_width) if self.workload.tree else ()),
             *self.options.arguments(self.q.shape[2]),
-            *(() if self.workload.kv_dtype is None else self.kv_scales),
+            *self.scales,
         )  # fmt: skip
         if len(self.rows) > 1:
             merge = store.load(Workload("merge", self.workload.dtype), target())
@@ -220,6 +236,23 @@ def extend(size, dtype, requests, **rest):
     return Case(Workload("paged_extend", dtype, group, dim, dim), requests, **rest)
 
 
+OPTIONS = {
+    "window-1": Options(window=1),
+    "window-5": Options(window=5),
+    "window-130": Options(window=130),
+    "cap-1": Options(cap=1.0),
+    "cap-30": Options(cap=30.0),
+    "cap-1e5": Options(cap=1e5),
+    "cap-window": Options(cap=20.0, window=70),
+    "scale": Options(scale=0.3),
+    "scale-negative": Options(scale=-0.05),
+    "scale-zero": Options(scale=0.0),
+    "not-causal": Options(lookahead=OFF),
+    "lookahead-window": Options(lookahead=3, window=40),
+    "sinks": Options(sinks=[0.5, -math.inf, 3.0]),
+    "sinks-huge": Options(sinks=[200.0, 5.0, -200.0]),
+}
+
 EXTENDS = [
     (0, 3),
     (13, 13),
@@ -246,6 +279,67 @@ POOLED = {
 @pytest.mark.parametrize("size", MORE_SHAPES, ids=str)
 def test_decode_lengths(size, dtype, split):
     decode(size, dtype, LENGTHS, split=split).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split", [16, 48, 128])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_pieces_joined_by_the_last(size, dtype, split):
+    """As the merge kernel does it, again and again: the counters are left as they were found."""
+    case = decode(size, dtype, LENGTHS, split=split, join=True)
+    first = case.check()[0].clone()
+    for _ in range(3):
+        case.out.fill_(math.nan)
+        assert torch.equal(case.run()[0], first)
+    counters = case.part_lse[len(case.part_lse) - sum(n > split for n in LENGTHS) :]
+    assert not counters.view(torch.int32).any()
+
+
+@pytest.mark.parametrize("workload", [w for w in DECODES if w.kv_dtype], ids=lambda w: w.name)
+@pytest.mark.parametrize(("split", "join"), [(0, False), (48, False), (128, True)], ids=["whole", "split", "joined"])
+def test_fp8_decode(workload, split, join):
+    batch = [(n, 1) for n in LENGTHS]
+    Case(workload, batch, split=split, join=join).check()
+    # Queries far outside the range of halves.
+    for scale in (1e-30, 1e30):
+        Case(workload, batch, split=split, join=join, scale_q=scale, options=Options(scale=0.1 / scale)).check()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fp8_options(option):
+    Case(Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3"), [(n, 1) for n in LENGTHS], split=96,
+         options=OPTIONS[option], scale_q=4.0 if "cap" in option else 1.0).check()  # fmt: skip
+
+
+def test_fp8_codes():
+    """All of them are read for what they are: each is the one value of a request."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    workload = Workload("paged_decode", "bf16", 4, 128, 128, "fp8_e4m3")
+    case = Case(workload, [(1, 1)] * 256, heads=1)
+    case.k_buffer[:] = 0
+    for b in range(256):
+        slot = int(case.req_to_token[int(case.table_rows[b]), int(case.starts[b])])
+        case.v_buffer[slot] = codes[b]
+    out, _ = case.run()
+    expected = (codes.view(FP8).float() * 1.5).bfloat16().cuda()[:, None, None].expand(out.shape)
+    assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(out.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("workload", WIDE, ids=lambda w: w.name)
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "apart"])
+@pytest.mark.parametrize(("split", "join"), [(0, False), (192, False), (64, True)], ids=["whole", "split", "joined"])
+def test_wide_decode(workload, latent, split, join):
+    latent = latent and workload.head_dim_vo <= workload.head_dim_qk
+    for heads in (1, 2):
+        Case(workload, [(n, 1) for n in LENGTHS], heads=heads, split=split, join=join, latent=latent).check()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "apart"])
+def test_wide_options(option, latent):
+    Case(WIDE[0], [(n, 1) for n in LENGTHS], heads=1, split=128, join=True, latent=latent, options=OPTIONS[option],
+         scale_q=4.0 if "cap" in option else 1.0).check()  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -439,6 +533,22 @@ def test_write_kv(dtype):
     assert torch.equal(buffer, expected)
 
 
+def test_write_kv_fp8():
+    """Every bf16 number, at three scales: what torch makes of it where that saturates."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 2, 128).cuda()
+    loc = torch.randperm(300)[: len(x)].to(torch.int32).cuda()
+    loc[7] = -1
+    for scale in (1.0, 0.03, 20.0):
+        buffer = torch.full((300, 2, 160), 1, device="cuda", dtype=torch.uint8)[..., :128]
+        store.load(Workload("write_kv", "bf16", kv_dtype="fp8_e4m3"), target()).function(x, buffer, loc, scale)
+        codes = (x.float() / scale).clamp(-448, 448).to(FP8).view(torch.uint8)
+        expected = torch.full_like(buffer, 1)
+        expected[loc[loc >= 0].long()] = codes[loc >= 0]
+        nan = expected & 0x7F == 0x7F
+        assert torch.equal(buffer & 0x7F == 0x7F, nan)
+        assert torch.equal(buffer[~nan], expected[~nan])
+
+
 def test_catalogue_is_covered():
     """Every paged kernel of the target's catalogue is one that the tests above run."""
     listed = {w for w in all_workloads(target()) if w.operator.startswith("paged")}
@@ -452,4 +562,4 @@ def test_catalogue_is_covered():
     tested |= {Workload("paged_extend", dtype, 4, 128, 128, *kind) for dtype in DTYPES for kind in kinds}
     tested |= {Workload("paged_extend", dtype, None, None, None, *kind) for dtype in DTYPES
                for kind in kinds | {(None, False)}}  # fmt: skip
-    assert listed <= tested
+    assert listed <= tested | set(WIDE) | {w for w in DECODES if w.kv_dtype}

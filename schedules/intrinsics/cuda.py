@@ -83,6 +83,28 @@ load_pair = _function("tw_load_pair", "unsigned", "const void* p", "return *(con
 _COPY = 'asm volatile("cp.async.cg.shared.global{hint} [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");'
 copy16 = _function("tw_copy16", "void", "void* to, const void* from", _COPY.format(hint=".L2::128B"))
 """Start an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16."""
+_SHARED = '"r"((unsigned)__cvta_generic_to_shared({0}))'
+expect_bytes = _function(
+    "tw_expect_bytes",
+    "void",
+    "void* barrier, int bytes",
+    'asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" '
+    f':: {_SHARED.format("barrier")}, "r"(bytes) : "memory");',
+)
+"""Arrive at a barrier whose phase ends when so many bytes have been copied, too."""
+# A cache policy as createpolicy makes it (evict_first, all of it). Not for copy16: ptxas 13.0 was seen to garble an
+# operand of one of many copies with a policy (an illegal instruction at run time).
+_EVICT_FIRST = '"l"(0x12f0000000000000ull)'
+copy_bulk = _function(
+    "tw_copy_bulk",
+    "void",
+    "void* to, const void* from, int bytes, void* barrier",
+    'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint '
+    '[%0], [%1], %2, [%3], %4;" '
+    f':: {_SHARED.format("to")}, "l"(from), "r"(bytes), {_SHARED.format("barrier")}, {_EVICT_FIRST} : "memory");',
+)
+"""One thread starts a copy from global to shared memory, both aligned to 16, a multiple of 16 bytes; it arrives at the
+barrier as bytes. The L2 cache gives them up first."""
 address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
 """A pointer as an int64."""
 copy_row16 = _function(
@@ -151,6 +173,121 @@ store_word = _function("tw_store_word", "void", "void* p, unsigned x", "*(unsign
 """Four bytes to an address that is a multiple of four."""
 store_two = _function("tw_store_two", "void", "float* p, float a, float b", "*(float2*)p = make_float2(a, b);")
 """Two f32 to an address that is a multiple of eight."""
+load_fresh = _function("tw_load_fresh", "float", "const float* p", "return __ldcg(p);")
+"""An f32 that another CTA of this launch has written."""
+load_fresh_four = _function(
+    "tw_load_fresh_four",
+    "void",
+    "float* to, const float* from",
+    "float4 x = __ldcg((const float4*)from); to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;",
+)
+"""Four f32 that another CTA of this launch has written, from an address that is a multiple of 16."""
+arrived_last = _function(
+    "tw_arrived_last",
+    "int",
+    "void* counter, int count",
+    "int last = 0; __syncthreads(); "
+    "if (threadIdx.x == 0) { __threadfence(); last = atomicAdd((int*)counter, 1) == count - 1; __threadfence(); "
+    "if (last) *(int*)counter = 0; } "
+    "return __syncthreads_or(last);",
+)
+"""Whether the CTA, all of whose threads call this, is the last of `count`; it then sees what the others wrote before.
+
+The counter is 0 before the first and after the last.
+"""
+
+
+# ---- pools of fp8 (e4m3fn): codes become halves, of which they are a subset
+
+_MOST = "fmaxf(m, fmaxf(fabsf({low}), fabsf({high})))"
+_FLOATS = {
+    "bf16": ("__int_as_float(x << 16)", "__int_as_float(x & 0xffff0000)"),
+    "fp16": ("__half2float(__ushort_as_half(x))", "__half2float(__ushort_as_half(x >> 16))"),
+}
+PAIR_MAX = {
+    name: _function(
+        f"tw_pair_max_{name}", "float", "float m, unsigned x", f"return {_MOST.format(low=low, high=high)};"
+    )
+    for name, (low, high) in _FLOATS.items()
+}
+"""The greatest of m and the magnitudes of two packed 16-bit numbers; NaN is dropped."""
+HALF_PAIR = {
+    name: _function(
+        f"tw_half_pair_{name}",
+        "unsigned",
+        "unsigned x, float scale",
+        f'unsigned r; asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"({low} * scale), "f"({high} * scale)); return r;',
+    )
+    for name, (low, high) in _FLOATS.items()
+}
+"""Two packed 16-bit numbers times `scale` as two halves."""
+# Exponent fields from 16 on: smaller numbers stay where they are, as far under the range of halves as they like.
+_FIELD = "int e = max(min(__float_as_int(most) >> 23, 254), 16);"
+range_scale = _function("tw_range_scale", "float", "float most", f"{_FIELD} return __int_as_float((268 - e) << 23);")
+"""The power of two that brings a row whose greatest magnitude is `most` to the top of the range of halves."""
+range_unit = _function("tw_range_unit", "float", "float most", f"{_FIELD} return __int_as_float((e - 14) << 23);")
+"""One over range_scale."""
+even_then_odd = _function("tw_even_then_odd", "unsigned", "unsigned x", "return __byte_perm(x, 0, 0x3120);")
+"""The bytes 0, 2, 1, 3 of a word."""
+
+
+def _code_halves(name: str, mine: str, spread: str, converts: bool) -> Callable[..., tirx.Expr]:
+    if converts:
+        body = (
+            'unsigned r; asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, '
+            f'{mine}; }}" : "=r"(r) : "r"(x)); return r;'
+        )
+    else:
+        # Moved to a half's places a code is the number divided by 256; the largest magnitude stands for NaN.
+        body = (
+            f"unsigned b = __byte_perm(x, 0, {spread}); unsigned r = (b & 0x80008000) | ((b & 0x7f007f00) >> 1); "
+            "return r | ((((b & 0x7f007f00) + 0x01000100) & 0x80008000) >> 1);"
+        )
+    return _function(name + ("" if converts else "_moved"), "unsigned", "unsigned x", body)
+
+
+def halves(converts: bool) -> tuple[float, Callable[..., tirx.Expr], Callable[..., tirx.Expr]]:
+    """(unit, low, high): the lower and the upper two of four codes in a word as two halves each, in units of `unit`.
+
+    Args:
+        converts: whether the GPU has an instruction for it (sm_89 and newer).
+    """
+    return (
+        1.0 if converts else 256.0,
+        _code_halves("tw_low_halves", "low", "0x1404", converts),
+        _code_halves("tw_high_halves", "high", "0x3424", converts),
+    )
+
+
+_ROUND = """auto code = [](float v) -> unsigned {
+  unsigned b = __float_as_uint(v) & 0x7fffffff, c = min(((b + ((b >> 20) & 1) + 0x7ffff) >> 20) - 960, 0x7eu);
+  if (b < 0x3c800000) c = __float_as_uint(__uint_as_float(b) + 16384.f) - 0x46800000;
+  if (b > 0x7f800000) c = 0x7f;
+  return c | ((__float_as_uint(v) >> 24) & 0x80); };
+auto pair = [&](float a, float b) -> unsigned { return code(a) | code(b) << 8; };"""
+_CONVERT = """auto pair = [](float a, float b) -> unsigned {
+  unsigned short r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(a), "f"(b)); return r; };"""
+
+
+def codes(dtype: str, converts: bool) -> Callable[..., tirx.Expr]:
+    """(to, from, scale): 16 numbers of a dtype divided by `scale` become 16 codes, both addresses aligned to 16.
+
+    Args:
+        dtype: "bf16" or "fp16".
+        converts: whether the GPU has an instruction for it (sm_89 and newer).
+    """
+    low, high = _FLOATS[dtype]
+    # By f32 bits where there is no instruction: as schedules/e4m3.py does.
+    body = (
+        (_CONVERT if converts else _ROUND)
+        + f"auto of = [&](unsigned x) -> unsigned {{ return pair(__fdiv_rn({low}, scale), __fdiv_rn({high}, scale)); }};"
+        + "const uint4 *in = (const uint4*)from; uint4 a = in[0], b = in[1];"
+        + "*(uint4*)to = make_uint4(of(a.x) | of(a.y) << 16, of(a.z) | of(a.w) << 16, "
+        + "of(b.x) | of(b.y) << 16, of(b.z) | of(b.w) << 16);"
+    )
+    name = f"tw_codes_{dtype}" + ("" if converts else "_rounded")
+    return _function(name, "void", "void* to, const void* from, float scale", body)
+
 
 copy16_from = _function("tw_copy16_from", "void", "void* to, long long from", _COPY.format(hint=".L2::128B"))
 """copy16 from an address in global memory."""

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from tilewright.schedules.intrinsics.cuda import (
     PACK,
     await_previous,
+    codes,
     copy_vector,
     exp2,
     log2,
@@ -160,18 +161,20 @@ def merge(workload: Workload, hopper: bool) -> tirx.PrimFunc:
 
 
 def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
-    """Copy rows into the slots of a pool, 16 bytes a thread; which of several rows for one slot stays is open.
+    """Copy rows into the slots of a pool, 16 bytes of it a thread; which of several rows for one slot stays is open.
 
     Args:
-        workload: operator "write_kv"; head dims: multiples of 8.
-        hopper: makes no difference.
+        workload: operator "write_kv"; head dims: multiples of 8, of 16 where the pool is of fp8.
+        hopper: whether there is an instruction that rounds to fp8.
     """
-    del hopper
     dtype = TVM_DTYPE[workload.dtype]
+    FP8 = workload.kv_dtype is not None
+    pool_dtype, CHUNK = ("uint8", 16) if FP8 else (dtype, 8)
+    store_codes = codes(workload.dtype, hopper)
     THREADS = 256
 
     @T.prim_func
-    def write_kv(x_: T.handle, buffer_: T.handle, loc_: T.handle):
+    def write_kv(x_: T.handle, buffer_: T.handle, loc_: T.handle, scale: T.float32):
         T.func_attr({"global_symbol": "write_kv"})
         tokens, slots, H, D = T.int64(), T.int64(), T.int64(), T.int64()
         x0, x1, b0, b1, l0 = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
@@ -186,7 +189,7 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         buffer = T.match_buffer(
             buffer_,
             (slots, H, D),
-            dtype,
+            pool_dtype,
             strides=(b0, b1, T.int64(1)),
             align=16,
             layout=strided((slots, H, D), (b0, b1, T.int64(1))),
@@ -195,20 +198,16 @@ def write_kv(workload: Workload, hopper: bool) -> tirx.PrimFunc:
         T.device_entry()
         t = T.cta_id([T.Cast("int32", tokens)])
         tx = T.thread_id([THREADS])
-        chunks: T.int32 = T.Cast("int32", D // 8)
+        chunks: T.int32 = T.Cast("int32", D // CHUNK)
         slot: T.int32 = loc[t]
         if slot >= 0:
             for i in T.serial((T.Cast("int32", H) * chunks + (THREADS - 1)) // THREADS):
                 if i * THREADS + tx < T.Cast("int32", H) * chunks:
-                    copy_vector(
-                        buffer.ptr_to(
-                            [
-                                T.Cast("int64", slot),
-                                T.truncdiv(i * THREADS + tx, chunks),
-                                T.truncmod(i * THREADS + tx, chunks) * 8,
-                            ]
-                        ),
-                        x.ptr_to([t, T.truncdiv(i * THREADS + tx, chunks), T.truncmod(i * THREADS + tx, chunks) * 8]),
-                    )
+                    h: T.int32 = T.truncdiv(i * THREADS + tx, chunks)
+                    d: T.int32 = T.truncmod(i * THREADS + tx, chunks) * CHUNK
+                    if FP8:
+                        store_codes(buffer.ptr_to([T.Cast("int64", slot), h, d]), x.ptr_to([t, h, d]), scale)
+                    else:
+                        copy_vector(buffer.ptr_to([T.Cast("int64", slot), h, d]), x.ptr_to([t, h, d]))
 
-    return write_kv
+    return write_kv if FP8 else write_kv.specialize({write_kv.params[-1]: tirx.const(1, "float32")})

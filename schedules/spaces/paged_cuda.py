@@ -7,7 +7,15 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
-from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_extend, cuda_states
+from tilewright.schedules.spaces import (
+    Decisions,
+    Space,
+    UnsupportedWorkload,
+    cuda_decode,
+    cuda_decode_wide,
+    cuda_extend,
+    cuda_states,
+)
 from tilewright.schedules.spaces.paged_cuda_mma import space as mma_space
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
@@ -20,7 +28,9 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 # What extend does by the warpgroup products of Hopper; cuda_extend_mma does the rest.
 _WARPGROUP_DIMS, _WARPGROUP_MOST_GROUP = range(64, 193, 16), 64
-_BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
+_BUSY_WARPS = 8  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
+# The largest head dim of which one warp can hold all, and up to which it does so with registers to spare.
+_NARROW, _COMFORTABLE = 256, 192
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
 
@@ -47,8 +57,17 @@ def space(workload: Workload, target: Target) -> Space:
     if workload.general:
         raise UnsupportedWorkload(f"{where}: expected a fixed group and head dims, got a general kernel")
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
-    if any(dim % 16 or dim > 256 for dim in dims):
-        raise UnsupportedWorkload(f"{where}: head dims: expected multiples of 16 up to 256, got {dims}")
+    decode = workload.operator == "paged_decode"
+    whole = all(dim % 16 == 0 for dim in dims)
+    wide = decode and (max(dims) > _NARROW or (max(dims) > _COMFORTABLE and whole and not workload.kv_dtype))
+    if wide and workload.kv_dtype:
+        raise UnsupportedWorkload(f"{where}: head dims: expected at most {_NARROW} with an fp8 pool, got {dims}")
+    most = (cuda_decode_wide.MOST_HEAD_DIM_QK, cuda_decode_wide.MOST_HEAD_DIM_VO) if wide else (_NARROW, _NARROW)
+    multiple = 8 if decode and not wide and not workload.kv_dtype else 16
+    if any(dim % multiple or dim > limit for dim, limit in zip(dims, most, strict=True)):
+        raise UnsupportedWorkload(f"{where}: head dims: expected multiples of {multiple} up to {most}, got {dims}")
+    if wide:
+        return _wide_decode(workload, target)
     if workload.operator == "paged_decode":
         return _decode(workload, target, where)
     return _extend(workload, target, where)
@@ -56,33 +75,73 @@ def space(workload: Workload, target: Target) -> Space:
 
 def _decode(workload: Workload, target: Target, where: str) -> Space:
     """Decisions: warps of a CTA, stages of a warp's ring, fewest and most keys of an item."""
-    if (workload.group or 0) > cuda_decode.MOST_GROUP:
-        raise UnsupportedWorkload(
-            f"{where}: group: expected at most {cuda_decode.MOST_GROUP} query heads a KV head, got {workload.group}"
-        )
     choices = {
         "warps": (1, 2, 4, 8),
         "stages": (2, 3, 4, 6),
         "min_split": (128, 256, 512),
         "max_split": (0, 2048, 4096, 8192),
+        "keys": (16, 32),
+        "bulk": (0, 1),
     }
 
     def legal(n: Decisions) -> bool:
-        if not _inside(n, choices):
+        if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
             return False
-        return cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2 + _SMALL <= _shared_memory(target)
+        return cuda_decode.shared_elements(workload, n) * 2 + _SMALL <= _shared_memory(target)
 
+    rest = {"min_split": 512, "max_split": 0, "keys": 16, "bulk": 0}
     return Space(
         choices=choices,
-        default={"warps": 2, "stages": 3, "min_split": 256, "max_split": 0},
+        default=next(
+            n
+            for warps, stages in ((8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2))
+            if legal(n := rest | {"warps": warps, "stages": stages})
+        ),
         legal=legal,
         module=lambda n: tvm.IRModule({workload.operator: cuda_decode.decode(workload, n, _hopper(target))}),
         plan=lambda n: {
             "block_q": 1,
-            "chunk": cuda_decode.TILE * n["warps"],
+            "chunk": n["keys"] * n["warps"],
             "min_split": n["min_split"],
             "max_split": n["max_split"],
-            "ctas": _resident(target, n["warps"], cuda_decode.ring_elements(workload, n["warps"], n["stages"]) * 2),
+            "ctas": _resident(target, n["warps"], cuda_decode.shared_elements(workload, n) * 2),
+            "blocks": cuda_decode.blocks(workload),
+            "joins": 1,
+        },
+    )
+
+
+def _wide_decode(workload: Workload, target: Target) -> Space:
+    """Decisions: stages of the ring, fewest keys of an item."""
+    choices = {
+        "warps": (4, 8),
+        "stages": (2, 3, 4, 6),
+        "min_split": (256, 512, 1024),
+        "max_split": (0,),
+        "bulk": (0, 1),
+    }
+
+    def legal(n: Decisions) -> bool:
+        if not _inside(n, choices) or (n["bulk"] and not _hopper(target)):
+            return False
+        return cuda_decode_wide.shared_elements(workload, n) * 2 + _SMALL <= _shared_memory(target)
+
+    rest = {"min_split": 512, "max_split": 0, "bulk": 0}
+    return Space(
+        choices=choices,
+        default=next(
+            n for w, s in ((8, 6), (8, 4), (8, 3), (8, 2), (4, 2)) if legal(n := rest | {"warps": w, "stages": s})
+        ),
+        legal=legal,
+        module=lambda n: tvm.IRModule({workload.operator: cuda_decode_wide.decode(workload, n, _hopper(target))}),
+        plan=lambda n: {
+            "block_q": 1,
+            "chunk": cuda_decode_wide.KEYS * n["warps"],
+            "min_split": n["min_split"],
+            "max_split": n["max_split"],
+            "ctas": _resident(target, n["warps"], cuda_decode_wide.shared_elements(workload, n) * 2),
+            "blocks": cuda_decode_wide.blocks(workload),
+            "joins": 1,
         },
     )
 

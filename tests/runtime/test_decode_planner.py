@@ -29,10 +29,18 @@ def work_of(lens, tiling=Tiling(1, 8, 16), **options):  # noqa: B008
 def assert_covers(work, lens, window=OFF):
     """The items of each request are ranges end to end over all that it sees; the merge rows name their states."""
     pieces = {b: [] for b in range(len(lens))}
-    for request, row, q_len, begin, count, pos, prefix, _, part, reserved in work.items.tolist():
-        assert (row, q_len, pos, prefix, reserved) == (request, 1, lens[request] - 1, OFF, 0)
-        pieces[request].append((begin, begin + count, part))
     merges = {row: (first, count, stride) for row, first, count, stride in work.rows.tolist()}
+    counters = set()
+    for request, row, q_len, begin, count, pos, first, many, part, counter in work.items.tolist():
+        assert (row, q_len, pos) == (request, 1, lens[request] - 1)
+        pieces[request].append((begin, begin + count, part))
+        if not work.joined or part < 0:
+            assert counter == 0
+        else:
+            assert (first, many) == merges[row][:2]
+            counters.add((counter, row))
+    if work.joined:
+        assert sorted(counter for counter, _ in counters) == list(range(1, len(work.rows) + 1))
     states = []
     for request, length in enumerate(lens):
         ranges = sorted(pieces[request])
@@ -49,8 +57,16 @@ def assert_covers(work, lens, window=OFF):
 
 
 batches = st.lists(st.integers(0, 300), max_size=6)
-tilings = st.builds(Tiling, st.just(1), st.sampled_from([1, 8, 16]), st.sampled_from([1, 8, 20]),
-                    st.sampled_from([0, 8, 40]))  # fmt: skip
+tilings = st.builds(
+    Tiling,
+    block_q=st.just(1),
+    chunk=st.sampled_from([1, 8, 16]),
+    min_split=st.sampled_from([1, 8, 20]),
+    max_split=st.sampled_from([0, 8, 40]),
+    ctas=st.just(1),
+    blocks=st.sampled_from([1, 2]),
+    joins=st.sampled_from([0, 1]),
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -140,11 +156,11 @@ def test_planning_is_quick():
 # ---- plans on a GPU, played on the CPU
 
 
-@pytest.fixture
-def gpu(use_model, monkeypatch):
-    """Plans are made as for a GPU of eight multiprocessors; the kernels skip padding."""
+@pytest.fixture(params=[0, 1], ids=["merged", "joined"])
+def gpu(request, use_model, monkeypatch):
+    """Plans are made as for a GPU of eight multiprocessors; the kernels skip padding and may join pieces themselves."""
     monkeypatch.setattr(gpu_work, "multiprocessors", lambda device: 8)
-    return use_model(padding=True)
+    return use_model(padding=True, joins=request.param)
 
 
 def check(batch, decode=True, **options):
@@ -171,7 +187,9 @@ def test_a_plan_follows_a_growing_batch(gpu, fixed):
         check(batch, plan=plan)
         (work,) = plan._work.values()
         filled.append(work._work)
-        addresses.add((work.items.data_ptr(), len(work.items), work.rows.data_ptr(), len(work.rows)))
+        assert (work.rows is None) == gpu.joins
+        rows = work.buffers.rows if work.rows is None else work.rows
+        addresses.add((work.items.data_ptr(), len(work.items), rows.data_ptr(), len(rows)))
         lens = lens + np.array([1, 1, 1, step % 2])
         form = [lambda x: x, torch.from_numpy, lambda x: torch.from_numpy(x.astype(np.int32)), np.ndarray.tolist]
         plan.update(None, seq_lens_cpu=form[step % 4](lens))
@@ -185,10 +203,13 @@ def test_buffers_are_padded(gpu):
     plan = plan_decode([90, 3, 60], device="cpu", buffers=buffers_of(), **SIZES)
     check(make_decode_batch([90, 3, 60]), plan=plan)
     (work,) = plan._work.values()
-    assert work.rows.shape == (8, 4) and work.items.shape == (40, 10) and work.num_items == 40
-    assert (work.rows[:, 2] > 0).any()
+    assert work.items.shape == (40, 10) and work.num_items == 40
+    if gpu.joins:
+        assert work.rows is None and (work.items[:, 9] > 0).any()
+    else:
+        assert work.rows.shape == (8, 4) and (work.rows[:, 2] > 0).any()
     plan.update([5, 0])
-    assert (work.items[2:] == 0).all() and (work.rows == 0).all()
+    assert (work.items[2:] == 0).all() and (gpu.joins or (work.rows == 0).all())
     check(make_decode_batch([5, 0]), plan=plan)
     plan.update([])
     assert (work.items == 0).all()
