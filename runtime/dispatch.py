@@ -10,6 +10,7 @@ import torch
 from tilewright.runtime import env, store
 from tilewright.runtime.errors import IntegrityError, MissingModuleError
 from tilewright.runtime.planner import Tiling
+from tilewright.schedules.catalog import general_of
 from tilewright.schedules.workload import Workload
 
 _log = logging.getLogger("tilewright")
@@ -56,7 +57,7 @@ def kernel(
 
     Raises:
         MissingModuleError: neither a specialised nor a general module is there, or only the general one and
-            TILEWRIGHT_STRICT=1. GPUs have no general modules.
+            TILEWRIGHT_STRICT=1. On GPUs general modules serve extend alone, up to catalog.GPU_GENERAL_DIM.
         NotImplementedError: no target serves the operator, the dtype or the device.
     """
     workload = Workload(operator, dtype, group, head_dim_qk, head_dim_vo, kv_dtype, tree)
@@ -67,21 +68,32 @@ def kernel(
             raise NotImplementedError(
                 f"{operator}: got float32 tensors on {device}, expected bfloat16 or float16 (tensor cores)"
             )
-        return Kernel(store.load(workload, capability=torch.cuda.get_device_capability(device)))
-    if device.type != "cpu":
+    elif device.type != "cpu":
         raise NotImplementedError(f"device: got {device}, expected tensors on the CPU or on a CUDA device")
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+    def load(workload: Workload) -> store.Module:
+        return store.load(workload) if capability is None else store.load(workload, capability=capability)
+
     try:
-        return Kernel(store.load(workload))
+        return Kernel(load(workload))
     except MissingModuleError as error:
-        if head_dim_qk is None or env.STRICT.get():
+        general = general_of(workload, device.type)
+        if general is None or env.STRICT.get():
             raise
-        module = store.load(Workload(operator, dtype, kv_dtype=kv_dtype, tree=tree))
+        try:
+            module = load(general)
+        except MissingModuleError:
+            raise error from None  # what it names is what serves best
         unusable = "".join(f"\nnot usable: {item}" for item in error.unusable)
+    where = "" if capability is None else f" --target {store.buildable_target(capability=capability)}"
     _log.warning(
         "%s has no module of its own: the general one serves it, correct but not tuned; build it with: "
-        "tilewright build %s%s",
+        "tilewright build %s%s%s",
         workload.name,
         workload.name,
+        where,
         unusable,
     )
     return Kernel(module)

@@ -29,6 +29,9 @@ _TREE = (
     Workload("paged_extend", "bf16", kv_dtype=_KV, tree=True),
 )
 
+# On GPUs extend alone has general kernels, for head dims up to this, in whole 16 bytes of a row.
+GPU_GENERAL_DIM = 256
+
 # What `make tune` tunes by default: one workload of each kind of kernel that matters.
 TUNE_PRESET = (
     Workload("paged_decode", "bf16", 4, 128, 128),
@@ -48,6 +51,25 @@ def _everything(dtype: str) -> list[Workload]:
     return [*_paged(dtype), Workload("merge", dtype), Workload("write_kv", dtype), *lightning, *general]
 
 
+def _gpu_extends(dtype: str) -> list[Workload]:
+    """Extend over pools of fp8 and with masks of drafts, and what serves every shape of each."""
+    kinds = [(kv_dtype, tree) for kv_dtype in (None, _KV) for tree in (False, True)]
+    special = [Workload("paged_extend", dtype, 4, 128, 128, *kind) for kind in kinds[1:]]
+    return [*special, *(Workload("paged_extend", dtype, None, None, None, *kind) for kind in kinds)]
+
+
+def general_of(workload: Workload, device: str) -> Workload | None:
+    """The general kernel that serves the workload too, on a "cpu" or "cuda" device; None where there is none."""
+    dims = (workload.head_dim_qk, workload.head_dim_vo)
+    if workload.operator in ("merge", "write_kv") or dims[0] is None or dims[1] is None:
+        return None
+    if device == "cuda":
+        whole = 8 if workload.kv_dtype is None else 16
+        if workload.operator != "paged_extend" or max(dims) > GPU_GENERAL_DIM or any(dim % whole for dim in dims):
+            return None
+    return Workload(workload.operator, workload.dtype, kv_dtype=workload.kv_dtype, tree=workload.tree)
+
+
 def all_workloads(target: str) -> tuple[Workload, ...]:
     """Every workload of the target's catalogue, in the order in which they are listed and built.
 
@@ -56,20 +78,20 @@ def all_workloads(target: str) -> tuple[Workload, ...]:
     """
     family = get_target(target).family
     if family == "cuda":
-        # Tensor cores multiply 16-bit numbers; extend is written for the warpgroup products of Hopper so far.
+        # Tensor cores multiply 16-bit numbers.
+        fp8 = [Workload("paged_decode", "bf16", group, dim, dim, _KV) for dim, group in ((128, 4), (128, 8), (64, 8))]
         everything = (
             workload
             for dtype in ("bf16", "fp16")
             for workload in (
                 *_paged(dtype, MORE_SHAPES),
+                *_gpu_extends(dtype),
                 *(Workload("paged_decode", dtype, group, 576, 512) for group in LATENT_GROUPS),
                 Workload("merge", dtype),
                 Workload("write_kv", dtype),
             )
         )
-        fp8 = [Workload("paged_decode", "bf16", group, dim, dim, _KV) for dim, group in ((128, 4), (128, 8), (64, 8))]
-        everything = (*everything, *fp8, Workload("write_kv", "bf16", kv_dtype=_KV))
-        return tuple(w for w in everything if w.operator != "paged_extend" or target == "cuda-sm90a")
+        return (*everything, *fp8, Workload("write_kv", "bf16", kv_dtype=_KV))
     if family == "amx":
         # Tiles multiply bf16 only; what is missing here is served by the modules of x86-avx512, else of x86-avx2.
         return (*_paged("bf16", MORE_SHAPES), LATENT, *_FP8[: len(_PAGED)])

@@ -11,6 +11,7 @@ import torch
 from tolerances import PAGED, assert_close, assert_lse_close
 
 from tilewright.runtime import store
+from tilewright.runtime.errors import MissingModuleError
 from tilewright.runtime.planner import OFF
 from tilewright.schedules.catalog import MORE_SHAPES, all_workloads
 from tilewright.schedules.workload import Workload
@@ -66,6 +67,8 @@ class Case:
     seed: int = 0
     options: Options = field(default_factory=Options)
     scale_q: float = 1.0
+    kv_scales: tuple[float, float] = (0.3, 2.0)  # of keys and values in a pool of e4m3
+    general: bool = False  # served by the general module
 
     def __post_init__(self):
         w = self.workload
@@ -75,13 +78,14 @@ class Case:
         def normal(*shape):
             return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
-        self.module = store.load(w, target())
+        self.module = store.load(Workload(w.operator, w.dtype, None, None, None, w.kv_dtype, w.tree)
+                                 if self.general else w, target())  # fmt: skip
         self.block_q = self.module.plan["block_q"]
         pooled = [self.pooled(*r) for r in self.requests]
         fresh = [keys - n for (keys, _), n in zip(self.requests, pooled, strict=True)]
         slots = sum(pooled) + 50
         order = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(self.seed)) + 1).tolist()
-        self.scales = (0.5, 1.5) if w.kv_dtype else ()
+        self.scales = self.kv_scales if w.kv_dtype else ()
         pool_dtype = FP8 if w.kv_dtype else dtype
         self.k_buffer = torch.full((slots, hk, dim), math.nan, device="cuda").to(pool_dtype)
         self.v_buffer = torch.full((slots, hk, dim_vo), math.nan, device="cuda").to(pool_dtype)
@@ -95,19 +99,39 @@ class Case:
         for b, ((keys, _), n) in enumerate(zip(self.requests, pooled, strict=True)):
             own, order = order[:n], order[n:]
             table[self.table_rows[b], self.starts[b] : self.starts[b] + n] = torch.tensor(own, dtype=torch.int32)
-            key, value = normal(keys, hk, dim).to(pool_dtype), normal(keys, hk, dim_vo).to(pool_dtype)
-            self.k_buffer[own], self.v_buffer[own] = key[:n], value[:n]
+            key, value = normal(keys, hk, dim), normal(keys, hk, dim_vo)
+            if w.kv_dtype is not None:
+                for x, scale, buffer in zip((key, value), self.kv_scales, (self.k_buffer, self.v_buffer), strict=True):
+                    buffer[own] = (x[:n].float() / scale).to(buffer.dtype)
+                key, value = (
+                    torch.cat((buffer[own].double() * scale, x[n:].double()))
+                    for x, scale, buffer in zip(
+                        (key, value), self.kv_scales, (self.k_buffer, self.v_buffer), strict=True
+                    )
+                )
+            else:
+                self.k_buffer[own], self.v_buffer[own] = key[:n], value[:n]
             self.k_new[used : used + keys - n], self.v_new[used : used + keys - n] = key[n:], value[n:]
             self.new_rows.append(used - n)
             used += keys - n
-            scales = self.scales or (1.0, 1.0)
-            self.keys.append(key.double() * scales[0]), self.values.append(value.double() * scales[1])
+            self.keys.append(key), self.values.append(value)
         if self.latent:
             assert not w.kv_dtype, "its values would have the scale of keys"
             self.v_buffer, self.values = self.k_buffer[..., :dim_vo], [key[..., :dim_vo] for key in self.keys]
         if w.kv_dtype:
             self.k_buffer, self.v_buffer = self.k_buffer.view(torch.uint8), self.v_buffer.view(torch.uint8)
         self.prefixes = pooled
+        # Of new tokens among themselves; between the requests' masks lies what nobody may take for a permission.
+        self.masks = [torch.rand(t, max(k - n, 0), generator=torch.Generator().manual_seed(b)) < 0.6
+                      for b, ((k, t), n) in enumerate(zip(self.requests, pooled, strict=True))]  # fmt: skip
+        flat, starts = [], []
+        for mask in self.masks:
+            flat.append(torch.ones(5, dtype=torch.uint8))
+            starts.append(sum(map(len, flat)))
+            flat.append(mask.flatten().to(torch.uint8) * 7)
+        self.mask = torch.cat(flat).cuda()
+        self.mask_start = torch.tensor(starts, dtype=torch.int32).cuda()
+        self.mask_width = torch.tensor([mask.shape[1] for mask in self.masks], dtype=torch.int32).cuda()
         self.req_to_token = table.cuda()
         self.q = normal(sum(t for _, t in self.requests), hk * w.group, dim) * self.scale_q
         # One row more than the kernel is given.
@@ -128,7 +152,8 @@ class Case:
                     ranges = [(i, min(self.split, keys - i)) for i in range(0, keys, self.split)]
                 for number, (begin, length) in enumerate(ranges):
                     part = partials + number * count if len(ranges) > 1 else -1
-                    own = [self.prefixes[b], self.new_rows[b], part, 0]
+                    first_new = self.prefixes[b] if self.workload.operator == "paged_extend" else 0
+                    own = [self.prefixes[b], self.new_rows[b], part, first_new]
                     if self.join and len(ranges) > 1:
                         own = [partials, len(ranges), part, joined + 1]
                     items.append([b, first_row + start, count, begin, length, keys - tokens + start, *own])
@@ -155,7 +180,9 @@ class Case:
         self.module.function(
             self.q, self.k_buffer, self.v_buffer, *((self.k_new, self.v_new) if extend else ()),
             self.req_to_token, self.table_rows.cuda(), self.starts.cuda(), self.items, self.sinks,
-            self.out, self.lse, self.part_o, self.part_lse, *self.options.arguments(self.q.shape[2]),
+            self.out, self.lse, self.part_o, self.part_lse,
+            *((self.mask, self.mask_start, self.mask_width) if self.workload.tree else ()),
+            *self.options.arguments(self.q.shape[2]),
             *self.scales,
         )  # fmt: skip
         if len(self.rows) > 1:
@@ -177,7 +204,10 @@ class Case:
                 score = o.cap * torch.tanh(score / o.cap)
             position = torch.arange(keys - tokens, keys, device="cuda")[:, None]
             j = torch.arange(keys, device="cuda")
-            score.masked_fill_(~((j > position - o.window) & (j <= position + o.lookahead))[:, None], -math.inf)
+            visible = (j > position - o.window) & (j <= position + o.lookahead)
+            if self.workload.tree:
+                visible[:, self.prefixes[b] :] &= self.masks[b].cuda()
+            score.masked_fill_(~visible[:, None], -math.inf)
             lse = torch.logsumexp(score, -1) if keys else torch.full(q.shape[:2], -math.inf, device="cuda").double()
             total = torch.logaddexp(lse, self.sinks.double())
             weight = torch.exp(score - total[..., None]).nan_to_num(0.0) if not q.isnan().any() else None
@@ -320,6 +350,88 @@ def test_extend_lengths(size, dtype, split, pooled):
     extend(size, dtype, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
 
 
+OPTIONS = {
+    "window-1": Options(window=1),
+    "window-5": Options(window=5),
+    "window-130": Options(window=130),
+    "cap-1": Options(cap=1.0),
+    "cap-30": Options(cap=30.0),
+    "cap-1e5": Options(cap=1e5),
+    "cap-window": Options(cap=20.0, window=70),
+    "scale": Options(scale=0.3),
+    "scale-negative": Options(scale=-0.05),
+    "scale-zero": Options(scale=0.0),
+    "not-causal": Options(lookahead=OFF),
+    "lookahead-window": Options(lookahead=3, window=40),
+    "sinks": Options(sinks=[0.5, -math.inf, 3.0]),
+    "sinks-huge": Options(sinks=[200.0, 5.0, -200.0]),
+}
+
+
+# Beside the catalogue, where they have been built: `tilewright build` makes any of them.
+BESIDE = [
+    "paged_extend-bf16-g8-d80-tree", "paged_extend-bf16-kvfp8-g5-d96", "paged_extend-fp16-kvfp8-g3-d192v128",
+    "paged_extend-bf16-g4-d256", "paged_extend-bf16-g22-d576v512", "paged_extend-bf16-g5-d72",
+    "paged_extend-bf16-g150-d64", "paged_extend-fp16-kvfp8-g2-d64-tree",
+    "paged_extend-bf16-g8-d80", "paged_extend-bf16-g5-d96", "paged_extend-fp16-g1-d192v128",
+]  # fmt: skip
+KINDS = [
+    f"paged_extend-{dtype}-{kind}"
+    for dtype in DTYPES
+    for kind in ("kvfp8-g4-d128", "g4-d128-tree", "kvfp8-g4-d128-tree")
+]
+# (head dims, group) of calls that general modules serve.
+ANY_SIZE = [(128, 128, 4), (64, 64, 7), (72, 120, 5), (256, 256, 2), (192, 128, 1), (8, 16, 33)]
+
+
+def _pools(workload):
+    # The mask is of new tokens; where they lie is tested by the others.
+    return ["mixed"] if workload.tree else list(POOLED)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *BESIDE])
+def test_extend_of_every_kind(name):
+    workload = Workload.parse(name)
+    try:
+        store.load(workload, target())
+    except MissingModuleError as error:
+        if name in KINDS:
+            raise
+        pytest.skip(str(error).partition("\n")[0])
+    for split in (0, 160):
+        for pooled in _pools(workload):
+            Case(workload, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
+        for option in ("window-130", "cap-window", "not-causal", "lookahead-window", "scale-negative", "sinks"):
+            Case(workload, EXTENDS, split=split, pooled=POOLED["mixed"], options=OPTIONS[option],
+                 scale_q=4.0 if "cap" in option else 1.0).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ANY_SIZE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_general_extend(dtype, size):
+    dim, dim_vo, group = size
+    for kv_dtype in (None, "fp8_e4m3"):
+        if kv_dtype and (dim % 16 or dim_vo % 16):
+            continue
+        for tree in (False, True):
+            workload = Workload("paged_extend", dtype, group, dim, dim_vo, kv_dtype, tree)
+            for pooled in _pools(workload):
+                Case(workload, EXTENDS, split=160, pooled=POOLED[pooled], general=True).check()
+            Case(workload, EXTENDS, pooled=POOLED["mixed"], options=OPTIONS["cap-window"], general=True).check()
+
+
+def test_every_code_of_fp8():
+    """A row of one key is its value: all 256 numbers, scaled exactly, and NaN."""
+    case = Case(Workload.parse(KINDS[0]), [(1, 1), (1, 1)], heads=1, kv_scales=(1.0, 0.25))
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(2, 1, 128)
+    for b in range(2):
+        slot = case.req_to_token[int(case.table_rows[b]), int(case.starts[b])]
+        case.v_buffer[slot] = codes[b]
+    out, _ = case.run()
+    want = codes.view(torch.float8_e4m3fn).to(out.dtype) * 0.25
+    assert torch.equal(out.nan_to_num(7), want.expand_as(out).nan_to_num(7)) and out.isnan().sum() == 2 * 4
+
+
 @pytest.mark.parametrize("split", [0, 96], ids=["whole", "split"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -446,4 +558,8 @@ def test_catalogue_is_covered():
         for dtype in DTYPES
         for dim, group in MORE_SHAPES
     }
+    kinds = {("fp8_e4m3", False), (None, True), ("fp8_e4m3", True)}
+    tested |= {Workload("paged_extend", dtype, 4, 128, 128, *kind) for dtype in DTYPES for kind in kinds}
+    tested |= {Workload("paged_extend", dtype, None, None, None, *kind) for dtype in DTYPES
+               for kind in kinds | {(None, False)}}  # fmt: skip
     assert listed <= tested | set(WIDE) | {w for w in DECODES if w.kv_dtype}

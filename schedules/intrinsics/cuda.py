@@ -287,3 +287,47 @@ def codes(dtype: str, converts: bool) -> Callable[..., tirx.Expr]:
     )
     name = f"tw_codes_{dtype}" + ("" if converts else "_rounded")
     return _function(name, "void", "void* to, const void* from, float scale", body)
+
+
+copy16_from = _function("tw_copy16_from", "void", "void* to, long long from", _COPY.format(hint=".L2::128B"))
+"""copy16 from an address in global memory."""
+store_zeros = _function("tw_store_zeros", "void", "void* to", "*(uint4*)to = make_uint4(0, 0, 0, 0);")
+"""Sixteen zero bytes to an address that is a multiple of 16."""
+warp_any = _function("tw_warp_any", "int", "int x", "return __any_sync(0xffffffffu, x);")
+"""Whether x is not 0 in any lane of the warp, as an int32."""
+
+# Two e4m3 of a word as halves. Where there is no instruction: their bits in a half are 2**-8 of the numbers.
+_HALVES = """
+#if __CUDA_ARCH__ >= 890
+unsigned h; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((unsigned short)(w[i / 2] >> i % 2 * 16)));
+#else
+unsigned x = w[i / 2] >> i % 2 * 16, y = (x & 0xff) | (x & 0xff00) << 8, h = (y & 0x800080) << 8 | (y & 0x7f007f) << 7;
+asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(h) : "r"(0x5c005c00u));
+if ((y & 0x7f) == 0x7f) h |= 0x7fff;
+if ((y & 0x7f0000) == 0x7f0000) h |= 0x7fff0000;
+#endif
+"""
+
+
+def _widen(name: str, pack: str) -> Callable[..., tirx.Expr]:
+    return _function(
+        name,
+        "void",
+        "void* to, void* next, const void* from",
+        "uint4 raw = *(const uint4*)from; unsigned w[4] = {raw.x, raw.y, raw.z, raw.w}, r[8];\n#pragma unroll\n"
+        f"for (int i = 0; i < 8; ++i) {{ {_HALVES} {pack} }}\n"
+        "*(uint4*)to = make_uint4(r[0], r[1], r[2], r[3]); *(uint4*)next = make_uint4(r[4], r[5], r[6], r[7]);",
+    )
+
+
+WIDEN = {
+    "bf16": _widen(
+        "tw_widen_bf16",
+        "float a, b; "
+        'asm("{ .reg .b16 l, u; mov.b32 {l, u}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, u; }" : "=f"(a), "=f"(b) : "r"(h)); '
+        'asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r[i]) : "f"(a), "f"(b));',
+    ),
+    "fp16": _widen("tw_widen_fp16", "r[i] = h;"),
+}
+"""Sixteen e4m3 numbers as 16 bits each, exactly: the first eight to `to`, the others to `next`; either may be where they
+came from. All addresses are multiples of 16."""

@@ -16,6 +16,7 @@ from tilewright.schedules.spaces import (
     cuda_extend,
     cuda_states,
 )
+from tilewright.schedules.spaces.paged_cuda_mma import space as mma_space
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -25,6 +26,8 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
 _EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
+# What extend does by the warpgroup products of Hopper; cuda_extend_mma does the rest.
+_WARPGROUP_DIMS, _WARPGROUP_MOST_GROUP = range(64, 193, 16), 64
 _BUSY_WARPS = 8  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _MOST_WARPS = 16  # of a multiprocessor, by the registers that decode takes
 # The largest head dim of which one warp can hold all, and up to which it does so with registers to spare.
@@ -33,10 +36,10 @@ _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the
 
 
 def space(workload: Workload, target: Target) -> Space:
-    """The space of a specialised kernel in 16 bits.
+    """The space of a kernel in 16 bits.
 
     Raises:
-        UnsupportedWorkload: f32, a general kernel, or sizes that do not fill the tensor cores' operands.
+        UnsupportedWorkload: f32, a general kernel but of extend, or sizes that the operator's kernel does not take.
     """
     where = f"{workload.name} for {target.name}"
     if workload.dtype == "f32":
@@ -50,11 +53,11 @@ def space(workload: Workload, target: Target) -> Space:
             module=lambda decisions: tvm.IRModule({workload.operator: make(workload, _hopper(target))}),
             plan=lambda decisions: {},
         )
+    if workload.operator == "paged_extend" and not _warpgroups(workload, target):
+        return mma_space(workload, target)
     if workload.general:
         raise UnsupportedWorkload(f"{where}: expected a fixed group and head dims, got a general kernel")
     dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
-    if workload.tree or (workload.kv_dtype and workload.operator != "paged_decode"):
-        raise UnsupportedWorkload(f"{where}: no extend kernel for fp8 pools or tree masks")
     decode = workload.operator == "paged_decode"
     whole = all(dim % 16 == 0 for dim in dims)
     wide = decode and (max(dims) > _NARROW or (max(dims) > _COMFORTABLE and whole and not workload.kv_dtype))
@@ -191,6 +194,13 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
         module=lambda n: tvm.IRModule({workload.operator: cuda_extend.extend(workload, n)}),
         plan=lambda n: {"block_q": n["rows"] // group, "chunk": n["keys"], "min_split": 8 * n["keys"], "max_split": 0},
     )
+
+
+def _warpgroups(workload: Workload, target: Target) -> bool:
+    """Whether extend is made by cuda_extend, which is faster, or by cuda_extend_mma, which takes everything."""
+    plain = workload.kv_dtype is None and not workload.tree and (workload.group or 0) <= _WARPGROUP_MOST_GROUP
+    dims = {workload.head_dim_qk, workload.head_dim_vo}
+    return _hopper(target) and plain and dims <= set(_WARPGROUP_DIMS)
 
 
 def _inside(n: Decisions, choices: dict[str, tuple[int, ...]]) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from batches import make_decode_batch
 
 import tilewright
@@ -63,3 +64,58 @@ def test_no_module_at_all(use_model):
     use_model(special=False, general=False)
     with pytest.raises(tilewright.MissingModuleError):
         decode_attention(*make_decode_batch([5]).decode_arguments())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU's modules, by name: what a test puts there is found."""
+    names = set()
+
+    def load(workload, capability):
+        assert capability == (9, 0)
+        if workload.name in names:
+            return SimpleNamespace(
+                function=workload.name, plan={}, path=Path("x"), cut_next_loop=None, bind=lambda *a: None
+            )
+        raise tilewright.MissingModuleError(f"{workload.name}: Build it: tilewright build {workload.name}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch.store, "load", load)
+    dispatch.kernel.cache_clear()
+    yield names
+    dispatch.kernel.cache_clear()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_extend_on_gpus_has_general_modules(gpu, caplog):
+    gpu |= {"paged_extend-bf16-general", "paged_extend-bf16-kvfp8-general-tree", "paged_extend-bf16-g4-d128"}
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        assert dispatch.kernel("paged_extend", "bf16", 4, 128, 128, GPU).run == "paged_extend-bf16-g4-d128"
+        assert not caplog.records
+        assert dispatch.kernel("paged_extend", "bf16", 5, 96, 72, GPU).run == "paged_extend-bf16-general"
+        last = dispatch.kernel("paged_extend", "bf16", 5, 96, 96, GPU, "fp8_e4m3", True)
+    assert last.run == "paged_extend-bf16-kvfp8-general-tree"
+    assert "tilewright build paged_extend-bf16-g5-d96v72 --target cuda-sm90a" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("paged_decode", 5, 96, 96, None),
+        ("paged_extend", 5, 512, 512, None),
+        ("paged_extend", 5, 100, 100, None),
+        ("paged_extend", 5, 72, 72, "fp8_e4m3"),
+    ],
+)
+def test_what_general_modules_of_gpus_do_not_serve_is_told(gpu, sizes):
+    operator, group, dim, dim_vo, kv_dtype = sizes
+    gpu |= {"paged_decode-bf16-general", "paged_extend-bf16-general", "paged_extend-bf16-kvfp8-general"}
+    with pytest.raises(tilewright.MissingModuleError, match=f"tilewright build {operator}-bf16-.*g5-d{dim}"):
+        dispatch.kernel(operator, "bf16", group, dim, dim_vo, GPU, kv_dtype)
+
+
+def test_a_missing_general_module_does_not_hide_the_one_to_build(gpu):
+    with pytest.raises(tilewright.MissingModuleError, match="tilewright build paged_extend-bf16-g5-d96"):
+        dispatch.kernel("paged_extend", "bf16", 5, 96, 96, GPU)
