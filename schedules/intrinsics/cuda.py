@@ -73,6 +73,8 @@ warp_sum = _function(
     "for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(0xffffffffu, x, i); return x;",
 )
 """Sum over a warp."""
+any_lane = _function("tw_any_lane", "int", "bool x", "return __any_sync(0xffffffffu, x);")
+"""Whether any lane of the warp has it: an int32, 0 = none."""
 shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
 """Another lane's int32."""
 

@@ -102,6 +102,8 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
         "keys": (48, 64, 80, 96, 112, 128, 144, 160, 176),
         "stages": (2, 3),
         "pingpong": (0, 1),
+        "persistent": (0, 1),
+        "lazy": (0, 1),
     }
 
     def legal(n: Decisions) -> bool:
@@ -117,7 +119,7 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
     default = next(
         n
         for rows, keys, stages, pingpong in _EXTEND_DEFAULTS
-        if legal(n := {"rows": rows, "keys": keys, "stages": stages, "pingpong": pingpong})
+        if legal(n := {"rows": rows, "keys": keys, "stages": stages, "pingpong": pingpong, "persistent": 1, "lazy": 1})
     )
     return Space(
         choices=choices,
