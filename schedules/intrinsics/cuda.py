@@ -19,7 +19,7 @@ def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, 
 
 def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
     source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
-    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void"}
+    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void", "void*": "handle"}
 
     def call(*arguments: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])
@@ -87,6 +87,8 @@ copy16 = _function("tw_copy16", "void", "void* to, const void* from", _COPY.form
 """Start an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16."""
 address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
 """A pointer as an int64."""
+moved = _function("tw_moved", "void*", "void* p, int bytes", "return (char*)p + bytes;")
+"""A pointer so many bytes farther."""
 copy_row16 = _function(
     "tw_copy_row16",
     "void",

@@ -30,6 +30,7 @@ from tilewright.schedules.intrinsics.cuda import (
     copy_rows,
     exp2,
     log2,
+    moved,
     quad_max,
     quad_sum,
     shuffle,
@@ -64,8 +65,11 @@ MULTIPROCESSORS = 132
 ROWS = 64  # of a consumer warpgroup: the height of one wgmma
 BLOCK = 64  # columns of a swizzled block: 128 bytes
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
+# What is known of a unit in shared memory.
+(OLD_TILES, FIRST, SPLIT, LAST, ALL_LO, ALL_HI, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL) = range(13)
+FACTS = 16
 # Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
-_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
+_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
 
 
 def padded(dim: int) -> int:
@@ -128,6 +132,31 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
     mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
     NEG = float("-inf")
+
+    @T.inline
+    def gather(C, PASSES, to, sources, source, hk, held, addresses, lane, warp):
+        start: T.int64 = sources[source, 0] + T.Cast("int64", hk) * sources[source, 2]
+        stride: T.int64 = sources[source, 1]
+        if TURN < SHARE:
+            copy_rows(
+                4 * TURN * BLOCK * 2,
+                moved(to, place(warp * TURN + lane // C, lane % C, BN) * 2),
+                start + T.Cast("int64", lane % C * 16),
+                stride,
+                [shuffle(held[i * TURN // 32], i * TURN % 32 + lane // C) for i in range(PASSES)],
+                addresses,
+            )
+        else:
+            for i in T.unroll(PASSES):
+                n: T.int32 = (i * 32 + lane) // C
+                c: T.int32 = (i * 32 + lane) % C
+                copy_row16(
+                    moved(to, place(warp * SHARE + n, c, BN) * 2),
+                    start,
+                    stride,
+                    shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32),
+                    c * 16,
+                )
 
     @T.prim_func
     def paged_extend(
@@ -262,25 +291,26 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         k_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
         v_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
         v_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        # Address and stride of the pool's keys, of its values, of the new keys, of the new values, in bytes, then their
-        # strides from head to head. They are looked up for every tile: held in registers they would not leave the
-        # producer enough of them.
-        sources = T.alloc_buffer((12,), "int64", scope="shared", align=16)
-        units: T.int32 = T.Cast("int32", heads) * T.Cast("int32", W)
-        rounds: T.int32 = (units + (CTAS - 1)) // CTAS if PERSISTENT else T.int32(1)
+        unit_full = T.alloc_buffer((2,), "uint64", scope="shared", align=8)
+        unit_empty = T.alloc_buffer((2,), "uint64", scope="shared", align=8)
+        # What consumers must know of a unit: registers are scarce, they look it up where they need it.
+        facts = T.alloc_buffer((2, FACTS), "int32", scope="shared", align=16)
+        # Address, stride from row to row and from head to head, in bytes, of k_buffer, v_buffer, k_new and v_new: held in
+        # registers they would not leave the producer enough of them.
+        sources = T.alloc_buffer((4, 3), "int64", scope="shared", align=16)
         if tx == 0:
-            sources[0] = address(k_buffer.ptr_to([0, 0, 0]))
-            sources[1] = k0 * 2
-            sources[2] = address(v_buffer.ptr_to([0, 0, 0]))
-            sources[3] = v0 * 2
-            sources[4] = address(k_new.ptr_to([0, 0, 0]))
-            sources[5] = kn0 * 2
-            sources[6] = address(v_new.ptr_to([0, 0, 0]))
-            sources[7] = vn0 * 2
-            sources[8] = k1 * 2
-            sources[9] = v1 * 2
-            sources[10] = kn1 * 2
-            sources[11] = vn1 * 2
+            sources[0, 0] = address(k_buffer.ptr_to([0, 0, 0]))
+            sources[0, 1] = k0 * 2
+            sources[0, 2] = k1 * 2
+            sources[1, 0] = address(v_buffer.ptr_to([0, 0, 0]))
+            sources[1, 1] = v0 * 2
+            sources[1, 2] = v1 * 2
+            sources[2, 0] = address(k_new.ptr_to([0, 0, 0]))
+            sources[2, 1] = kn0 * 2
+            sources[2, 2] = kn1 * 2
+            sources[3, 0] = address(v_new.ptr_to([0, 0, 0]))
+            sources[3, 1] = vn0 * 2
+            sources[3, 2] = vn1 * 2
             for i in T.unroll(NC):
                 T.ptx.mbarrier.init.shared.b64(q_full.ptr_to([i]), T.uint32(128))
                 T.ptx.mbarrier.init.shared.b64(q_empty.ptr_to([i]), T.uint32(4))
@@ -289,140 +319,114 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 T.ptx.mbarrier.init.shared.b64(k_empty.ptr_to([i]), T.uint32(4 * NC))
                 T.ptx.mbarrier.init.shared.b64(v_full.ptr_to([i]), T.uint32(128))
                 T.ptx.mbarrier.init.shared.b64(v_empty.ptr_to([i]), T.uint32(4 * NC))
+            for i in T.unroll(2):
+                T.ptx.mbarrier.init.shared.b64(unit_full.ptr_to([i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(unit_empty.ptr_to([i]), T.uint32(4 * NC))
         T.ptx.fence.proxy.async_.shared__cta()
         T.cuda.cta_sync()
         if tx < 128:
             T.ptx["setmaxnreg.dec.sync.aligned.u32"](FEW)
+            units: T.int32 = T.Cast("int32", heads) * T.Cast("int32", W)
+            tiles_done: T.uint32 = T.uint32(0)
+            units_done: T.uint32 = T.uint32(0)
+            queries_done: T.uint32 = T.uint32(0)
             lane: T.int32 = tx % 32
             warp: T.int32 = tx // 32
-            home: T.int32 = warp * TURN + lane // KC  # the lane's row in its first pass
             held = T.alloc_local([HOLD], "int32")
-            rows = T.alloc_local([max(KI, VI)], "int32")
+            ahead = T.alloc_local([HOLD], "int32")
             addresses = T.alloc_local([COPY_BATCH], "int64")
-            done = T.alloc_local([2], "uint32")  # tiles and units so far
-            done[0] = T.uint32(0)
-            done[1] = T.uint32(0)
-            start: T.int64
-            stride: T.int64
-            for turn in T.serial(rounds):
+            for turn in T.serial((units + (CTAS - 1)) // CTAS if PERSISTENT else 1):
+                # There and back again: lists are sorted by cost, so that every block gets as much as the others.
                 unit: T.int32 = turn * CTAS + T.Select(turn % 2 == 0, cta, CTAS - 1 - cta) if PERSISTENT else cta
                 w: T.int32 = T.min(unit, units - 1) // T.Cast("int32", heads)
                 hk: T.int32 = T.min(unit, units - 1) % T.Cast("int32", heads)
-                q_len: T.int32 = items[w, Q_LEN]
-                pos: T.int32 = items[w, POS]
-                end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-                first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
-                last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
-                # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
-                split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
-                old_tiles: T.int32 = (split - first + (BN - 1)) // BN
-                tiles: T.int32 = T.Select(
-                    T.And(q_len > 0, unit < units), old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN, 0
-                )
-                table_row: T.int64
-                column: T.int64
-                new_row: T.int32 = items[w, NEW_ROW]
+                if T.And(unit < units, items[w, Q_LEN] > 0):
+                    q_len: T.int32 = items[w, Q_LEN]
+                    pos: T.int32 = items[w, POS]
+                    end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+                    first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
+                    last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
+                    # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
+                    split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
+                    old_tiles: T.int32 = (split - first + (BN - 1)) // BN
+                    tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
+                    new_row: T.int32 = items[w, NEW_ROW]
+                    table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+                    column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
+                    at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
+                    T.cuda.mbarrier_wait(unit_empty.ptr_to([at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+                    if tx == 0:
+                        facts[at, OLD_TILES] = old_tiles
+                        facts[at, FIRST] = first
+                        facts[at, SPLIT] = split
+                        facts[at, LAST] = last
+                        # A tile that lies in (all_lo, all_hi] is seen whole by every row.
+                        facts[at, ALL_LO] = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
+                        facts[at, ALL_HI] = visible_bounds(pos, end, window, lookahead)[1]
+                        facts[at, POSITION] = pos
+                        facts[at, END] = end
+                        facts[at, TILES] = tiles
+                        facts[at, TOKENS] = q_len
+                        facts[at, ROW] = items[w, Q_ROW]
+                        facts[at, HEAD] = hk
+                        facts[at, PARTIAL] = items[w, PART]
+                        T.ptx.mbarrier.arrive.shared.b64(unit_full.ptr_to([at]))
 
-                @T.inline
-                def look_up(j):
-                    # Each lane holds the row in the tensors of other keys of the warp.
-                    for i in T.unroll(HOLD):
-                        n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
-                        if j < old_tiles:
-                            held[i] = req_to_token[
-                                table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
-                            ]
-                        else:
-                            held[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
+                    @T.inline
+                    def look_up(j):
+                        # Each lane holds the row in the tensors of other keys of the warp.
+                        for i in T.unroll(HOLD):
+                            n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
+                            if j < old_tiles:
+                                ahead[i] = req_to_token[
+                                    table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
+                                ]
+                            else:
+                                ahead[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
 
-                if tiles > 0:
-                    table_row = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-                    column = T.Cast("int64", kv_start[items[w, REQUEST]])
-                    look_up(0)
-                for j in T.serial(tiles):
-                    # All rows before the first copy: a shuffle between copies would make each wait for the one before.
-                    for i in T.unroll(KI):
-                        if TURN < SHARE:
-                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // KC)
-                        else:
-                            rows[i] = shuffle(held[i * 32 // KC // 32], (i * 32 + lane) // KC % 32)
-                    slot: T.int32 = T.Cast("int32", done[0] % T.uint32(NST))
-                    parity: T.int32 = T.Cast("int32", (done[0] // T.uint32(NST)) % T.uint32(2)) ^ 1
-                    T.cuda.mbarrier_wait(k_empty.ptr_to([slot]), parity)
-                    start = sources[T.Select(j < old_tiles, 0, 4)] + T.Cast("int64", hk) * sources[T.Select(j < old_tiles, 8, 10)]
-                    stride = sources[T.Select(j < old_tiles, 1, 5)]
-                    if TURN < SHARE:
-                        copy_rows(
-                            4 * TURN * BLOCK * 2,
-                            smem.ptr_to([KO + slot * (BN * KD) + place(home, lane % KC, BN)]),
-                            start + T.Cast("int64", lane % KC * 16),
-                            stride,
-                            [rows[i] for i in range(KI)],
-                            addresses,
-                        )
-                    else:
-                        for i in T.unroll(KI):
-                            n: T.int32 = (i * 32 + lane) // KC
-                            c: T.int32 = (i * 32 + lane) % KC
-                            copy_row16(
-                                smem.ptr_to([KO + slot * (BN * KD) + place(warp * SHARE + n, c, BN)]),
-                                start,
-                                stride,
-                                rows[i],
-                                c * 16,
-                            )
-                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([slot]))
-                    if j == 0:
-                        for cw in T.serial(NC):
-                            T.cuda.mbarrier_wait(q_empty.ptr_to([cw]), T.Cast("int32", done[1] % T.uint32(2)) ^ 1)
-                            for i in T.serial(ROWS * KC // 128):
-                                r: T.int32 = cw * ROWS + (i * 128 + tx) // KC
-                                c: T.int32 = (i * 128 + tx) % KC
-                                copy16(
-                                    smem.ptr_to([place(r, c, BM)]),
-                                    q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
-                                )
-                            T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(q_full.ptr_to([cw]))
-                        done[1] = done[1] + T.uint32(1)
-                    # Once more, not kept: the copies of K would have too few registers.
-                    for i in T.unroll(VI):
-                        if TURN < SHARE:
-                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // VC)
-                        else:
-                            rows[i] = shuffle(held[i * 32 // VC // 32], (i * 32 + lane) // VC % 32)
-                    if j + 1 < tiles:
-                        look_up(j + 1)
-                    T.cuda.mbarrier_wait(v_empty.ptr_to([slot]), parity)
-                    start = sources[T.Select(j < old_tiles, 2, 6)] + T.Cast("int64", hk) * sources[T.Select(j < old_tiles, 9, 11)]
-                    stride = sources[T.Select(j < old_tiles, 3, 7)]
-                    if TURN < SHARE:
-                        copy_rows(
-                            4 * TURN * BLOCK * 2,
-                            smem.ptr_to([VO + slot * (BN * VD) + place(home, lane % VC, BN)]),
-                            start + T.Cast("int64", lane % VC * 16),
-                            stride,
-                            [rows[i] for i in range(KI)],
-                            addresses,
-                        )
-                    else:
-                        for i in T.unroll(VI):
-                            n: T.int32 = (i * 32 + lane) // VC
-                            c: T.int32 = (i * 32 + lane) % VC
-                            copy_row16(
-                                smem.ptr_to([VO + slot * (BN * VD) + place(warp * SHARE + n, c, BN)]),
-                                start,
-                                stride,
-                                rows[i],
-                                c * 16,
-                            )
-                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([slot]))
-                    done[0] = done[0] + T.uint32(1)
+                    units_done = units_done + T.uint32(1)
+                    if tiles > 0:
+                        look_up(0)
+                    for j in T.serial(tiles):
+                        slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
+                        parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)) ^ 1
+                        tensor: T.int32 = T.Select(j < old_tiles, 0, 2)
+                        T.cuda.mbarrier_wait(k_empty.ptr_to([slot]), parity)
+                        for i in T.unroll(HOLD):
+                            held[i] = ahead[i]
+                        gather(KC, KI, smem.ptr_to([KO + slot * (BN * KD)]), sources, tensor, hk, held, addresses, lane, warp)
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([slot]))
+                        if j == 0:
+                            # Queries of a unit follow its first keys, which find room before the last unit is done with its own.
+                            for cw in T.serial(NC):
+                                T.cuda.mbarrier_wait(q_empty.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)) ^ 1)
+                                for i in T.serial(ROWS * KC // 128):
+                                    r: T.int32 = cw * ROWS + (i * 128 + tx) // KC
+                                    c: T.int32 = (i * 128 + tx) % KC
+                                    copy16(
+                                        smem.ptr_to([place(r, c, BM)]),
+                                        q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
+                                    )
+                                T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(q_full.ptr_to([cw]))
+                            queries_done = queries_done + T.uint32(1)
+                        if j + 1 < tiles:
+                            look_up(j + 1)
+                        T.cuda.mbarrier_wait(v_empty.ptr_to([slot]), parity)
+                        gather(VC, VI, smem.ptr_to([VO + slot * (BN * VD)]), sources, tensor + 1, hk, held, addresses, lane, warp)
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([slot]))
+                        tiles_done = tiles_done + T.uint32(1)
+            at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
+            T.cuda.mbarrier_wait(unit_empty.ptr_to([at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+            if tx == 0:
+                facts[at, TOKENS] = 0
+                T.ptx.mbarrier.arrive.shared.b64(unit_full.ptr_to([at]))
             T.ptx.cp.async_.wait_group(0)
         else:
             T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
             tid: T.int32 = tx % 128
             cw: T.int32 = tx // 128 - 1
             lane: T.int32 = tx % 32
+            row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
             factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
             S = T.alloc_local([NS], "float32")
@@ -433,217 +437,212 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             keep = T.alloc_local([2], "float32")
             top = T.alloc_local([2], "float32")
             shift = T.alloc_local([2], "float32")
-            done = T.alloc_local([2], "uint32")  # tiles and units so far
-            done[0] = T.uint32(0)
-            done[1] = T.uint32(0)
+            tiles_done: T.uint32 = T.uint32(0)
+            units_done: T.uint32 = T.uint32(0)
+            queries_done: T.uint32 = T.uint32(0)
             dq: T.uint64
             dk: T.uint64
             dv: T.uint64
             T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dq), smem.ptr_to([cw * (ROWS * 64)]), 1, 64, 3)
             T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dk), smem.ptr_to([KO]), 1, 64, 3)
             T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dv), smem.ptr_to([VO]), KB, 64, 3)
-            row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
+
+            @T.inline
+            def gemm_s(slot):
+                for kk in T.unroll(D // 16):
+                    T.ptx[mma_s](
+                        *[S[i] for i in range(NS)],
+                        dq + T.Cast("uint64", (kk // 4) * QB + (kk % 4) * 2),
+                        dk + T.Cast("uint64", slot * (BN * KD * 2 // 16) + (kk // 4) * KB + (kk % 4) * 2),
+                        kk != 0,
+                        1,
+                        1,
+                        0,
+                        0,
+                    )
+                T.ptx.wgmma.commit_group.sync.aligned()
+
+            @T.inline
+            def gemm_o(slot):
+                for kk in T.unroll(BN // 16):
+                    T.ptx[mma_o](
+                        *[O[i] for i in range(NO)],
+                        P[kk * 4],
+                        P[kk * 4 + 1],
+                        P[kk * 4 + 2],
+                        P[kk * 4 + 3],
+                        dv + T.Cast("uint64", slot * (BN * VD * 2 // 16) + kk * 128),
+                        T.bool(True),
+                        1,
+                        1,
+                        1,
+                    )
+                T.ptx.wgmma.commit_group.sync.aligned()
+
+            @T.inline
+            def softmax(j, at):
+                if T.Not(plain):
+                    for i in T.unroll(NS):
+                        S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
+                old_tiles: T.int32 = facts[at, OLD_TILES]
+                split: T.int32 = facts[at, SPLIT]
+                begin: T.int32 = T.Select(j < old_tiles, facts[at, FIRST] + j * BN, split + (j - old_tiles) * BN)
+                final: T.int32 = T.Select(j < old_tiles, split - 1, facts[at, LAST])
+                if T.Or(begin + (BN - 1) > T.min(facts[at, ALL_HI], final), begin <= facts[at, ALL_LO]):
+                    for h in T.unroll(2):
+                        position: T.int32 = facts[at, POSITION] + T.min((row0 + h * 8) // G, facts[at, TOKENS] - 1)
+                        lo: T.int32 = visible_bounds(position, facts[at, END], window, lookahead)[0]
+                        hi: T.int32 = T.min(visible_bounds(position, facts[at, END], window, lookahead)[1], final)
+                        for i in T.unroll(NS // 4):
+                            for e in T.unroll(2):
+                                key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
+                                S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
+                for h in T.unroll(2):
+                    top[h] = m[h]
+                    for i in T.unroll(NS // 4):
+                        for e in T.unroll(2):
+                            top[h] = T.max(top[h], S[i * 4 + h * 2 + e])
+                    top[h] = quad_max(top[h])
+                    if LAZY:
+                        # The state may lag behind the maximum by a factor of 2**8 before it is scaled anew.
+                        top[h] = T.Select((top[h] - m[h]) * factor > T.float32(8), top[h], m[h])
+                    shift[h] = finite_or_zero(top[h]) * factor
+                    keep[h] = exp2(m[h] * factor - shift[h])
+                    m[h] = top[h]
+                    l[h] = l[h] * keep[h]
+                    for i in T.unroll(NS // 4):
+                        for e in T.unroll(2):
+                            S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
+                            l[h] = l[h] + S[i * 4 + h * 2 + e]
+
+            @T.inline
+            def rescale():
+                for i in T.unroll(NO // 4):
+                    for e in T.unroll(2):
+                        O[i * 4 + e] = O[i * 4 + e] * keep[0]
+                        O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
+
+            @T.inline
+            def round_p():
+                for i in T.unroll(BN // 4):
+                    P[i] = pack(S[i * 2], S[i * 2 + 1])
+
             if PP and cw == 1:
                 T.ptx.bar.arrive(T.uint32(4), T.uint32(256))
-            for turn in T.serial(rounds):
-                unit: T.int32 = turn * CTAS + T.Select(turn % 2 == 0, cta, CTAS - 1 - cta) if PERSISTENT else cta
-                w: T.int32 = T.min(unit, units - 1) // T.Cast("int32", heads)
-                hk: T.int32 = T.min(unit, units - 1) % T.Cast("int32", heads)
-                q_len: T.int32 = T.Select(unit < units, items[w, Q_LEN], 0)
-                if q_len > 0:
-                    pos: T.int32 = items[w, POS]
-                    end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-                    first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
-                    last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
-                    split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
-                    old_tiles: T.int32 = (split - first + (BN - 1)) // BN
-                    tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
-                    # A tile that lies in (all_lo, all_hi] is seen whole by every row.
-                    all_lo: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
-                    all_hi: T.int32 = visible_bounds(pos, end, window, lookahead)[1]
-                    for i in T.unroll(2):
-                        m[i] = T.float32(NEG)
-                        l[i] = T.float32(0)
-                    for i in T.unroll(NO):
-                        O[i] = T.float32(0)
-
-                    @T.inline
-                    def gemm_s(slot):
-                        for kk in T.unroll(D // 16):
-                            T.ptx[mma_s](
-                                *[S[i] for i in range(NS)],
-                                dq + T.Cast("uint64", (kk // 4) * QB + (kk % 4) * 2),
-                                dk + T.Cast("uint64", slot * (BN * KD * 2 // 16) + (kk // 4) * KB + (kk % 4) * 2),
-                                kk != 0,
-                                1,
-                                1,
-                                0,
-                                0,
-                            )
-                        T.ptx.wgmma.commit_group.sync.aligned()
-
-                    @T.inline
-                    def gemm_o(slot):
-                        for kk in T.unroll(BN // 16):
-                            T.ptx[mma_o](
-                                *[O[i] for i in range(NO)],
-                                P[kk * 4],
-                                P[kk * 4 + 1],
-                                P[kk * 4 + 2],
-                                P[kk * 4 + 3],
-                                dv + T.Cast("uint64", slot * (BN * VD * 2 // 16) + kk * 128),
-                                T.bool(True),
-                                1,
-                                1,
-                                1,
-                            )
-                        T.ptx.wgmma.commit_group.sync.aligned()
-
-                    @T.inline
-                    def softmax(j):
-                        if T.Not(plain):
-                            for i in T.unroll(NS):
-                                S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
-                        begin: T.int32 = T.Select(j < old_tiles, first + j * BN, split + (j - old_tiles) * BN)
-                        final: T.int32 = T.Select(j < old_tiles, split - 1, last)
-                        if T.Or(begin + (BN - 1) > T.min(all_hi, final), begin <= all_lo):
-                            for h in T.unroll(2):
-                                at: T.int32 = pos + T.min((row0 + h * 8) // G, q_len - 1)
-                                lo: T.int32 = visible_bounds(at, end, window, lookahead)[0]
-                                hi: T.int32 = T.min(visible_bounds(at, end, window, lookahead)[1], final)
-                                for i in T.unroll(NS // 4):
-                                    for e in T.unroll(2):
-                                        key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
-                                        S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
-                        for h in T.unroll(2):
-                            top[h] = m[h]
-                            for i in T.unroll(NS // 4):
-                                for e in T.unroll(2):
-                                    top[h] = T.max(top[h], S[i * 4 + h * 2 + e])
-                            top[h] = quad_max(top[h])
-                            if LAZY:
-                                # The state may lag behind the maximum by a factor of 2**8 before it is scaled anew.
-                                top[h] = T.Select((top[h] - m[h]) * factor > T.float32(8), top[h], m[h])
-                            shift[h] = finite_or_zero(top[h]) * factor
-                            keep[h] = exp2(m[h] * factor - shift[h])
-                            m[h] = top[h]
-                            l[h] = l[h] * keep[h]
-                            for i in T.unroll(NS // 4):
-                                for e in T.unroll(2):
-                                    S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
-                                    l[h] = l[h] + S[i * 4 + h * 2 + e]
-
-                    @T.inline
-                    def rescale():
-                        for i in T.unroll(NO // 4):
-                            for e in T.unroll(2):
-                                O[i * 4 + e] = O[i * 4 + e] * keep[0]
-                                O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
-
-                    @T.inline
-                    def round_p():
-                        for i in T.unroll(BN // 4):
-                            P[i] = pack(S[i * 2], S[i * 2 + 1])
-
-                    if tiles > 0:
-                        slot = T.alloc_local([2], "int32")
-                        slot[0] = T.Cast("int32", done[0] % T.uint32(NST))
-                        T.cuda.mbarrier_wait(q_full.ptr_to([cw]), T.Cast("int32", done[1] % T.uint32(2)))
-                        done[1] = done[1] + T.uint32(1)
+            T.cuda.mbarrier_wait(unit_full.ptr_to([0]), 0)
+            go: T.int32 = facts[0, TOKENS]
+            while go > 0:
+                at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
+                tiles: T.int32 = facts[at, TILES]
+                for i in T.unroll(2):
+                    m[i] = T.float32(NEG)
+                    l[i] = T.float32(0)
+                for i in T.unroll(NO):
+                    O[i] = T.float32(0)
+                if tiles > 0:
+                    slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
+                    T.cuda.mbarrier_wait(q_full.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)))
+                    queries_done = queries_done + T.uint32(1)
+                    T.cuda.mbarrier_wait(k_full.ptr_to([slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)))
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    if PP:
+                        T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                    T.ptx.wgmma.fence.sync.aligned()
+                    gemm_s(slot)
+                    if PP:
+                        T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    if lane == 0:
+                        T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot]))
+                        if tiles == 1:
+                            T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
+                    softmax(0, at)
+                    round_p()
+                    for j in T.serial(tiles - 1):
+                        parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2))
+                        tiles_done = tiles_done + T.uint32(1)
+                        next_slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
                         T.cuda.mbarrier_wait(
-                            k_full.ptr_to([slot[0]]), T.Cast("int32", (done[0] // T.uint32(NST)) % T.uint32(2))
+                            k_full.ptr_to([next_slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2))
                         )
                         T.ptx.fence.proxy.async_.shared__cta()
                         if PP:
                             T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
                         T.ptx.wgmma.fence.sync.aligned()
-                        gemm_s(slot[0])
+                        gemm_s(next_slot)
+                        T.cuda.mbarrier_wait(v_full.ptr_to([slot]), parity)
+                        T.ptx.fence.proxy.async_.shared__cta()
+                        # Once more, or the compiler puts it here and, in a loop as this, one product after the other.
+                        T.ptx.wgmma.fence.sync.aligned()
+                        gemm_o(slot)
                         if PP:
                             T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
-                        T.ptx.wgmma.wait_group.sync.aligned(0)
+                        T.ptx.wgmma.wait_group.sync.aligned(1)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot[0]]))
-                            if tiles == 1:
+                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([next_slot]))
+                            if j == tiles - 2:
                                 T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
-                        softmax(0)
-                        round_p()
-                        for j in T.serial(tiles - 1):
-                            parity: T.int32 = T.Cast("int32", (done[0] // T.uint32(NST)) % T.uint32(2))
-                            done[0] = done[0] + T.uint32(1)
-                            slot[1] = T.Cast("int32", done[0] % T.uint32(NST))
-                            T.cuda.mbarrier_wait(
-                                k_full.ptr_to([slot[1]]), T.Cast("int32", (done[0] // T.uint32(NST)) % T.uint32(2))
-                            )
-                            T.ptx.fence.proxy.async_.shared__cta()
-                            if PP:
-                                T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
-                            T.ptx.wgmma.fence.sync.aligned()
-                            gemm_s(slot[1])
-                            T.cuda.mbarrier_wait(v_full.ptr_to([slot[0]]), parity)
-                            T.ptx.fence.proxy.async_.shared__cta()
-                            T.ptx.wgmma.fence.sync.aligned()
-                            gemm_o(slot[0])
-                            if PP:
-                                T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
-                            T.ptx.wgmma.wait_group.sync.aligned(1)
-                            if lane == 0:
-                                T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot[1]]))
-                                if j == tiles - 2:
-                                    T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
-                            softmax(j + 1)
-                            T.ptx.wgmma.wait_group.sync.aligned(0)
-                            if lane == 0:
-                                T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot[0]]))
-                            if LAZY:
-                                if any_lane(T.Or(keep[0] != T.float32(1), keep[1] != T.float32(1))):
-                                    rescale()
-                            else:
-                                rescale()
-                            round_p()
-                            slot[0] = slot[1]
-                        T.cuda.mbarrier_wait(
-                            v_full.ptr_to([slot[0]]), T.Cast("int32", (done[0] // T.uint32(NST)) % T.uint32(2))
-                        )
-                        T.ptx.fence.proxy.async_.shared__cta()
-                        if PP:
-                            T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
-                        T.ptx.wgmma.fence.sync.aligned()
-                        gemm_o(slot[0])
-                        if PP:
-                            T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                        softmax(j + 1, at)
                         T.ptx.wgmma.wait_group.sync.aligned(0)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot[0]]))
-                        done[0] = done[0] + T.uint32(1)
-                    part: T.int32 = items[w, PART]
-                    q_row: T.int32 = items[w, Q_ROW]
-                    for h in T.unroll(2):
-                        l[h] = quad_sum(l[h])
-                        r: T.int32 = row0 + h * 8
-                        if r < q_len * G:
-                            keep[0] = normaliser(
-                                m[h] * factor,
-                                l[h],
-                                T.Select(part < 0, sinks[hk * G + r % G] * T.float32(LOG2_E), T.float32(NEG)),
-                                exp2,
-                            )
-                            keep[1] = natural_lse(m[h] * factor, l[h], log2)
-                            if part < 0:
-                                for i in T.unroll(NO // 4):
-                                    store_word(
-                                        out.ptr_to([q_row + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
-                                        pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
-                                    )
-                                if lane % 4 == 0:
-                                    lse[q_row + r // G, hk * G + r % G] = keep[1]
-                            else:
-                                for i in T.unroll(NO // 4):
-                                    store_two(
-                                        part_o.ptr_to([part + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
-                                        O[i * 4 + h * 2] * keep[0],
-                                        O[i * 4 + h * 2 + 1] * keep[0],
-                                    )
-                                if lane % 4 == 0:
-                                    part_lse[part + r // G, hk * G + r % G] = keep[1]
+                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot]))
+                        if LAZY:
+                            if any_lane(T.Or(keep[0] != T.float32(1), keep[1] != T.float32(1))):
+                                rescale()
+                        else:
+                            rescale()
+                        round_p()
+                        slot = next_slot
+                    T.cuda.mbarrier_wait(v_full.ptr_to([slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)))
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    if PP:
+                        T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                    T.ptx.wgmma.fence.sync.aligned()
+                    gemm_o(slot)
+                    if PP:
+                        T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    if lane == 0:
+                        T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot]))
+                    tiles_done = tiles_done + T.uint32(1)
+                for h in T.unroll(2):
+                    l[h] = quad_sum(l[h])
+                    r: T.int32 = row0 + h * 8
+                    head: T.int32 = facts[at, HEAD] * G + r % G
+                    part: T.int32 = facts[at, PARTIAL]
+                    if r < facts[at, TOKENS] * G:
+                        keep[0] = normaliser(
+                            m[h] * factor,
+                            l[h],
+                            T.Select(part < 0, sinks[head] * T.float32(LOG2_E), T.float32(NEG)),
+                            exp2,
+                        )
+                        keep[1] = natural_lse(m[h] * factor, l[h], log2)
+                        if part < 0:
+                            row: T.int32 = facts[at, ROW] + r // G
+                            for i in T.unroll(NO // 4):
+                                store_word(
+                                    out.ptr_to([row, head, i * 8 + (lane % 4) * 2]),
+                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
+                                )
+                            if lane % 4 == 0:
+                                lse[row, head] = keep[1]
+                        else:
+                            for i in T.unroll(NO // 4):
+                                store_two(
+                                    part_o.ptr_to([part + r // G, head, i * 8 + (lane % 4) * 2]),
+                                    O[i * 4 + h * 2] * keep[0],
+                                    O[i * 4 + h * 2 + 1] * keep[0],
+                                )
+                            if lane % 4 == 0:
+                                part_lse[part + r // G, head] = keep[1]
+                if lane == 0:
+                    T.ptx.mbarrier.arrive.shared.b64(unit_empty.ptr_to([at]))
+                units_done = units_done + T.uint32(1)
+                T.cuda.mbarrier_wait(
+                    unit_full.ptr_to([T.Cast("int32", units_done % T.uint32(2))]),
+                    T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)),
+                )
+                go = facts[T.Cast("int32", units_done % T.uint32(2)), TOKENS]
 
     return paged_extend
