@@ -19,7 +19,7 @@ def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, 
 
 def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
     source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
-    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void", "void*": "handle"}
+    types = {"float": "float32", "unsigned": "uint32", "unsigned long long": "uint64", "int": "int32", "long long": "int64", "void": "void", "void*": "handle"}
 
     def call(*arguments: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])
@@ -102,7 +102,7 @@ _row_address = _function(
     "tw_row_address",
     "void",
     "void* p, long long first, long long stride, int row",
-    'long long x = first + row * stride; asm volatile("" : "+l"(x) :: "memory"); *(long long*)p = x;',
+    'long long x = first + (long long)((unsigned long long)(unsigned)row * (unsigned long long)stride); asm volatile("" : "+l"(x) :: "memory"); *(long long*)p = x;',
 )
 
 
@@ -128,6 +128,14 @@ def copy_rows(
             T.evaluate(copy(to, addresses[i - begin]))
 
 
+tile_address = _function(
+    "tw_tile_address", "unsigned", "const void* p", "return ((unsigned)__cvta_generic_to_shared(p) & 0x3ffffu) >> 4;"
+)
+"""A place in shared memory as the descriptors of wgmma hold it: in 16 bytes."""
+tile_descriptor = _function(
+    "tw_tile_descriptor", "unsigned long long", "unsigned low", "return 0x4000004000000000ull | low;"
+)
+"""The descriptor of a tile of rows of 128 bytes, swizzled, from its low word: tile_address and the leading offset << 16."""
 let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
 """The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
 await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')

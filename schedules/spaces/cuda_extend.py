@@ -38,6 +38,8 @@ from tilewright.schedules.intrinsics.cuda import (
     store_word,
     strided,
     tanh,
+    tile_address,
+    tile_descriptor,
 )
 from tilewright.schedules.paged_attention.definition import (
     ITEM_COLUMNS,
@@ -424,7 +426,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         else:
             T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
             tid: T.int32 = tx % 128
-            cw: T.int32 = tx // 128 - 1
+            # The same in all lanes, as the compiler can see: what follows from it stays in uniform registers.
+            cw: T.int32 = shuffle(tx // 128 - 1, 0)
             lane: T.int32 = tx % 32
             row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
@@ -437,23 +440,26 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             keep = T.alloc_local([2], "float32")
             top = T.alloc_local([2], "float32")
             shift = T.alloc_local([2], "float32")
-            tiles_done: T.uint32 = T.uint32(0)
             units_done: T.uint32 = T.uint32(0)
             queries_done: T.uint32 = T.uint32(0)
-            dq: T.uint64
-            dk: T.uint64
-            dv: T.uint64
-            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dq), smem.ptr_to([cw * (ROWS * 64)]), 1, 64, 3)
-            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dk), smem.ptr_to([KO]), 1, 64, 3)
-            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dv), smem.ptr_to([VO]), KB, 64, 3)
+            # Of the keys' ring: next tile's stage and how often it was gone through, and the same of the values'.
+            slot: T.int32 = 0
+            parity: T.int32 = 0
+            v_slot: T.int32 = 0
+            v_parity: T.int32 = 0
+            dq: T.uint32 = tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * BLOCK * 2 // 16)) + T.uint32(1 << 16)
+            dk: T.uint32 = tile_address(smem.ptr_to([KO])) + T.uint32(1 << 16)
+            dv: T.uint32 = tile_address(smem.ptr_to([VO])) + T.uint32(KB << 16)
 
             @T.inline
             def gemm_s(slot):
                 for kk in T.unroll(D // 16):
                     T.ptx[mma_s](
                         *[S[i] for i in range(NS)],
-                        dq + T.Cast("uint64", (kk // 4) * QB + (kk % 4) * 2),
-                        dk + T.Cast("uint64", slot * (BN * KD * 2 // 16) + (kk // 4) * KB + (kk % 4) * 2),
+                        tile_descriptor(dq + T.uint32((kk // 4) * QB + (kk % 4) * 2)),
+                        tile_descriptor(
+                            dk + T.Cast("uint32", slot * (BN * KD * 2 // 16)) + T.uint32((kk // 4) * KB + (kk % 4) * 2)
+                        ),
                         kk != 0,
                         1,
                         1,
@@ -471,7 +477,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         P[kk * 4 + 1],
                         P[kk * 4 + 2],
                         P[kk * 4 + 3],
-                        dv + T.Cast("uint64", slot * (BN * VD * 2 // 16) + kk * 128),
+                        tile_descriptor(dv + T.Cast("uint32", slot * (BN * VD * 2 // 16)) + T.uint32(kk * 128)),
                         T.bool(True),
                         1,
                         1,
@@ -540,10 +546,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
                 if tiles > 0:
-                    slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
                     T.cuda.mbarrier_wait(q_full.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)))
                     queries_done = queries_done + T.uint32(1)
-                    T.cuda.mbarrier_wait(k_full.ptr_to([slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)))
+                    T.cuda.mbarrier_wait(k_full.ptr_to([slot]), parity)
                     T.ptx.fence.proxy.async_.shared__cta()
                     if PP:
                         T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
@@ -556,55 +561,54 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot]))
                         if tiles == 1:
                             T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
+                    parity = T.Select(slot == NST - 1, parity ^ 1, parity)
+                    slot = T.Select(slot == NST - 1, 0, slot + 1)
                     softmax(0, at)
                     round_p()
                     for j in T.serial(tiles - 1):
-                        parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2))
-                        tiles_done = tiles_done + T.uint32(1)
-                        next_slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
-                        T.cuda.mbarrier_wait(
-                            k_full.ptr_to([next_slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2))
-                        )
+                        # The values were asked for before these keys.
+                        T.cuda.mbarrier_wait(k_full.ptr_to([slot]), parity)
+                        T.cuda.mbarrier_wait(v_full.ptr_to([v_slot]), v_parity)
                         T.ptx.fence.proxy.async_.shared__cta()
                         if PP:
                             T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
                         T.ptx.wgmma.fence.sync.aligned()
-                        gemm_s(next_slot)
-                        T.cuda.mbarrier_wait(v_full.ptr_to([slot]), parity)
-                        T.ptx.fence.proxy.async_.shared__cta()
-                        # Once more, or the compiler puts it here and, in a loop as this, one product after the other.
-                        T.ptx.wgmma.fence.sync.aligned()
-                        gemm_o(slot)
+                        gemm_s(slot)
+                        gemm_o(v_slot)
                         if PP:
                             T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([next_slot]))
+                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot]))
                             if j == tiles - 2:
                                 T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
+                        parity = T.Select(slot == NST - 1, parity ^ 1, parity)
+                        slot = T.Select(slot == NST - 1, 0, slot + 1)
                         softmax(j + 1, at)
                         T.ptx.wgmma.wait_group.sync.aligned(0)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot]))
+                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([v_slot]))
+                        v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
+                        v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
                         if LAZY:
                             if any_lane(T.Or(keep[0] != T.float32(1), keep[1] != T.float32(1))):
                                 rescale()
                         else:
                             rescale()
                         round_p()
-                        slot = next_slot
-                    T.cuda.mbarrier_wait(v_full.ptr_to([slot]), T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)))
+                    T.cuda.mbarrier_wait(v_full.ptr_to([v_slot]), v_parity)
                     T.ptx.fence.proxy.async_.shared__cta()
                     if PP:
                         T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
                     T.ptx.wgmma.fence.sync.aligned()
-                    gemm_o(slot)
+                    gemm_o(v_slot)
                     if PP:
                         T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
                     if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([slot]))
-                    tiles_done = tiles_done + T.uint32(1)
+                        T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([v_slot]))
+                    v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
+                    v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
                 for h in T.unroll(2):
                     l[h] = quad_sum(l[h])
                     r: T.int32 = row0 + h * 8
