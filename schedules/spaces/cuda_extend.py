@@ -68,10 +68,10 @@ ROWS = 64  # of a consumer warpgroup: the height of one wgmma
 BLOCK = 64  # columns of a swizzled block: 128 bytes
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 # What is known of a unit in shared memory.
-(OLD_TILES, FIRST, SPLIT, LAST, ALL_LO, ALL_HI, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL) = range(13)
-FACTS = 16
+FIRST, ALL_LO, ALL_HI, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL = range(10)
+FACTS = 12
 # Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
-_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
+_REGISTERS = {1: (56, 240), 2: (72, 216), 3: (56, 152)}
 
 
 def padded(dim: int) -> int:
@@ -136,29 +136,41 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     NEG = float("-inf")
 
     @T.inline
-    def gather(C, PASSES, to, sources, source, hk, held, addresses, lane, warp):
-        start: T.int64 = sources[source, 0] + T.Cast("int64", hk) * sources[source, 2]
-        stride: T.int64 = sources[source, 1]
-        if TURN < SHARE:
-            copy_rows(
-                4 * TURN * BLOCK * 2,
-                moved(to, place(warp * TURN + lane // C, lane % C, BN) * 2),
-                start + T.Cast("int64", lane % C * 16),
-                stride,
-                [shuffle(held[i * TURN // 32], i * TURN % 32 + lane // C) for i in range(PASSES)],
-                addresses,
-            )
-        else:
+    def gather(C, PASSES, to, source, kind, old, sources, hk, held, addresses, lane, warp):
+        # Chunks C a row; `source` 0 for keys, 1 for values; of a tile with both kinds the first `old` keys are the pool's.
+        if kind == 1:
             for i in T.unroll(PASSES):
                 n: T.int32 = (i * 32 + lane) // C
-                c: T.int32 = (i * 32 + lane) % C
+                row: T.int32 = n // TURN * (4 * TURN) + warp * TURN + n % TURN
+                which: T.int32 = source + T.Select(row < old, 0, 2)
                 copy_row16(
-                    moved(to, place(warp * SHARE + n, c, BN) * 2),
-                    start,
-                    stride,
+                    moved(to, place(row, (i * 32 + lane) % C, BN) * 2),
+                    sources[which, 0] + T.Cast("int64", hk) * sources[which, 2],
+                    sources[which, 1],
                     shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32),
-                    c * 16,
+                    (i * 32 + lane) % C * 16,
                 )
+        else:
+            start: T.int64 = sources[source + kind, 0] + T.Cast("int64", hk) * sources[source + kind, 2]
+            stride: T.int64 = sources[source + kind, 1]
+            if TURN < SHARE:
+                copy_rows(
+                    4 * TURN * BLOCK * 2,
+                    moved(to, place(warp * TURN + lane // C, lane % C, BN) * 2),
+                    start + T.Cast("int64", lane % C * 16),
+                    stride,
+                    [shuffle(held[i * TURN // 32], i * TURN % 32 + lane // C) for i in range(PASSES)],
+                    addresses,
+                )
+            else:
+                for i in T.unroll(PASSES):
+                    copy_row16(
+                        moved(to, place(warp * SHARE + (i * 32 + lane) // C, (i * 32 + lane) % C, BN) * 2),
+                        start,
+                        stride,
+                        shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32),
+                        (i * 32 + lane) % C * 16,
+                    )
 
     @T.prim_func
     def paged_extend(
@@ -346,22 +358,20 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     q_len: T.int32 = items[w, Q_LEN]
                     pos: T.int32 = items[w, POS]
                     end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-                    first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
+                    seen: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
                     last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
-                    # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
-                    split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
-                    old_tiles: T.int32 = (split - first + (BN - 1)) // BN
-                    tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
+                    # Tiles begin at whole tiles from the item's first key, wherever its rows begin to see: then a row is
+                    # added up in the same parts whatever rows and tensors it is worked on with.
+                    first: T.int32 = items[w, KV_BEGIN] + (seen - items[w, KV_BEGIN]) // BN * BN
+                    tiles: T.int32 = T.Select(seen <= last, (last - first) // BN + 1, 0)
+                    prefix: T.int32 = items[w, PREFIX]
                     new_row: T.int32 = items[w, NEW_ROW]
                     table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
                     column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
                     at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
                     T.cuda.mbarrier_wait(unit_empty.ptr_to([at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
                     if tx == 0:
-                        facts[at, OLD_TILES] = old_tiles
                         facts[at, FIRST] = first
-                        facts[at, SPLIT] = split
-                        facts[at, LAST] = last
                         # A tile that lies in (all_lo, all_hi] is seen whole by every row.
                         facts[at, ALL_LO] = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
                         facts[at, ALL_HI] = visible_bounds(pos, end, window, lookahead)[1]
@@ -376,15 +386,14 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
 
                     @T.inline
                     def look_up(j):
-                        # Each lane holds the row in the tensors of other keys of the warp.
+                        # Each lane holds the row in its tensor of other keys of the warp.
                         for i in T.unroll(HOLD):
                             n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
-                            if j < old_tiles:
-                                ahead[i] = req_to_token[
-                                    table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
-                                ]
+                            key: T.int32 = T.min(T.max(first + j * BN + n, seen), last)
+                            if key < prefix:
+                                ahead[i] = req_to_token[table_row, column + T.Cast("int64", key)]
                             else:
-                                ahead[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
+                                ahead[i] = key + new_row
 
                     units_done = units_done + T.uint32(1)
                     if tiles > 0:
@@ -392,11 +401,16 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     for j in T.serial(tiles):
                         slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
                         parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)) ^ 1
-                        tensor: T.int32 = T.Select(j < old_tiles, 0, 2)
+                        begin: T.int32 = first + j * BN
+                        # 0: all keys are in the pool, 2: all are new, 1: some are.
+                        kind: T.int32 = T.Select(T.min(begin + (BN - 1), last) < prefix, 0, T.Select(begin < prefix, 1, 2))
                         T.cuda.mbarrier_wait(k_empty.ptr_to([slot]), parity)
                         for i in T.unroll(HOLD):
                             held[i] = ahead[i]
-                        gather(KC, KI, smem.ptr_to([KO + slot * (BN * KD)]), sources, tensor, hk, held, addresses, lane, warp)
+                        gather(
+                            *(KC, KI, smem.ptr_to([KO + slot * (BN * KD)]), 0, kind, prefix - begin),
+                            *(sources, hk, held, addresses, lane, warp),
+                        )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([slot]))
                         if j == 0:
                             # Queries of a unit follow its first keys, which find room before the last unit is done with its own.
@@ -414,7 +428,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         if j + 1 < tiles:
                             look_up(j + 1)
                         T.cuda.mbarrier_wait(v_empty.ptr_to([slot]), parity)
-                        gather(VC, VI, smem.ptr_to([VO + slot * (BN * VD)]), sources, tensor + 1, hk, held, addresses, lane, warp)
+                        gather(
+                            *(VC, VI, smem.ptr_to([VO + slot * (BN * VD)]), 1, kind, prefix - begin),
+                            *(sources, hk, held, addresses, lane, warp),
+                        )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([slot]))
                         tiles_done = tiles_done + T.uint32(1)
             at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
@@ -490,15 +507,12 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 if T.Not(plain):
                     for i in T.unroll(NS):
                         S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
-                old_tiles: T.int32 = facts[at, OLD_TILES]
-                split: T.int32 = facts[at, SPLIT]
-                begin: T.int32 = T.Select(j < old_tiles, facts[at, FIRST] + j * BN, split + (j - old_tiles) * BN)
-                final: T.int32 = T.Select(j < old_tiles, split - 1, facts[at, LAST])
-                if T.Or(begin + (BN - 1) > T.min(facts[at, ALL_HI], final), begin <= facts[at, ALL_LO]):
+                begin: T.int32 = facts[at, FIRST] + j * BN
+                if T.Or(begin + (BN - 1) > facts[at, ALL_HI], begin <= facts[at, ALL_LO]):
                     for h in T.unroll(2):
                         position: T.int32 = facts[at, POSITION] + T.min((row0 + h * 8) // G, facts[at, TOKENS] - 1)
                         lo: T.int32 = visible_bounds(position, facts[at, END], window, lookahead)[0]
-                        hi: T.int32 = T.min(visible_bounds(position, facts[at, END], window, lookahead)[1], final)
+                        hi: T.int32 = visible_bounds(position, facts[at, END], window, lookahead)[1]
                         for i in T.unroll(NS // 4):
                             for e in T.unroll(2):
                                 key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
@@ -640,6 +654,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                 )
                             if lane % 4 == 0:
                                 part_lse[part + r // G, head] = keep[1]
+                T.cuda.warp_sync()
                 if lane == 0:
                     T.ptx.mbarrier.arrive.shared.b64(unit_empty.ptr_to([at]))
                 units_done = units_done + T.uint32(1)
