@@ -33,8 +33,11 @@ INVARIANT_SPLIT = 2048
 FINE = 8
 # What a unit costs besides its keys (query rows in, output rows out), in keys.
 UNIT_KEYS = 16
+# What another piece of a unit costs a GPU, in keys of its thread blocks: a state is written, read and merged.
+PIECE_KEYS = 400
 # Work lists whose longest thread has at most this multiple of the mean are good enough not to be split further.
 BALANCED = 1.1
+FULL_ROUNDS = 1.02  # the same on GPUs
 
 Ints = NDArray[np.int64]
 
@@ -174,10 +177,12 @@ def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu
     best = even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or not len(costs) or costs.max() <= mean / FINE:
         return best
+    if gpu:
+        return _fill_rounds(lengths, best, mean, tiling, num_kv_heads, threads)
 
     def busiest(size: Ints, counts: Ints) -> float:
         costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
-        return (makespan if gpu else _longest_thread)(costs, num_kv_heads, threads, mean)
+        return _longest_thread(costs, num_kv_heads, threads, mean)
 
     best_load = busiest(*best)
     share = 1
@@ -188,6 +193,37 @@ def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu
         if load < best_load:
             best, best_load = pieces, load
         share *= 2
+    return best
+
+
+def _fill_rounds(
+    lengths: Ints, best: tuple[Ints, Ints], mean: float, tiling: Tiling, num_kv_heads: int, workers: int
+) -> tuple[Ints, Ints]:
+    """The same for a GPU, whose hundreds of workers take units in rounds: only the last round must come out even.
+
+    Whole blocks, as long as they fill rounds, and what is left in pieces that fill a few short rounds more; or pieces of
+    at most a share of a worker's work, for blocks longer than that.
+    """
+
+    def load(size: Ints, counts: Ints) -> float:
+        costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
+        pieces = int(counts[counts > 1].sum()) * num_kv_heads
+        return makespan(costs, num_kv_heads, workers, mean) + pieces * PIECE_KEYS / workers
+
+    best_load = load(*best)
+    if best_load <= mean * FULL_ROUNDS:
+        return best
+    order = np.argsort(-lengths, kind="stable")
+    rounds = len(lengths) * num_kv_heads // workers
+    for kept in {rounds * workers // num_kv_heads, max(rounds - 1, 0) * workers // num_kv_heads, 0}:
+        rest = order[kept:]
+        left = float((lengths[rest] + UNIT_KEYS).sum()) * num_kv_heads / workers
+        for parts in (1, 2, 3, 4, 6, 8):
+            limit = np.full_like(lengths, max(int(lengths.max()), 1))
+            limit[rest] = max(int(left / parts), 1)
+            pieces = even_pieces(lengths, limit, tiling)
+            if (found := load(*pieces)) < best_load:
+                best, best_load = pieces, found
     return best
 
 
