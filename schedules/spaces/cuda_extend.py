@@ -136,7 +136,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     NEG = float("-inf")
 
     @T.inline
-    def gather(C, PASSES, to, source, kind, old, sources, hk, held, addresses, lane, warp):
+    def gather(C, PASSES, to, source, kind, old, sources, hk, held, rows, addresses, lane, warp):
         # Chunks C a row; `source` 0 for keys, 1 for values; of a tile with both kinds the first `old` keys are the pool's.
         if kind == 1:
             for i in T.unroll(PASSES):
@@ -153,13 +153,16 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         else:
             start: T.int64 = sources[source + kind, 0] + T.Cast("int64", hk) * sources[source + kind, 2]
             stride: T.int64 = sources[source + kind, 1]
+            # All rows before the first copy: a shuffle between copies would make each wait for the one before.
+            for i in T.unroll(PASSES):
+                rows[i] = shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32)
             if TURN < SHARE:
                 copy_rows(
                     4 * TURN * BLOCK * 2,
                     moved(to, place(warp * TURN + lane // C, lane % C, BN) * 2),
                     start + T.Cast("int64", lane % C * 16),
                     stride,
-                    [shuffle(held[i * TURN // 32], i * TURN % 32 + lane // C) for i in range(PASSES)],
+                    [rows[i] for i in range(PASSES)],
                     addresses,
                 )
             else:
@@ -168,7 +171,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         moved(to, place(warp * SHARE + (i * 32 + lane) // C, (i * 32 + lane) % C, BN) * 2),
                         start,
                         stride,
-                        shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32),
+                        rows[i],
                         (i * 32 + lane) % C * 16,
                     )
 
@@ -348,6 +351,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             warp: T.int32 = tx // 32
             held = T.alloc_local([HOLD], "int32")
             ahead = T.alloc_local([HOLD], "int32")
+            rows = T.alloc_local([max(KI, VI)], "int32")
             addresses = T.alloc_local([COPY_BATCH], "int64")
             for turn in T.serial((units + (CTAS - 1)) // CTAS if PERSISTENT else 1):
                 # There and back again: lists are sorted by cost, so that every block gets as much as the others.
@@ -409,7 +413,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             held[i] = ahead[i]
                         gather(
                             *(KC, KI, smem.ptr_to([KO + slot * (BN * KD)]), 0, kind, prefix - begin),
-                            *(sources, hk, held, addresses, lane, warp),
+                            *(sources, hk, held, rows, addresses, lane, warp),
                         )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([slot]))
                         if j == 0:
@@ -419,8 +423,14 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                 for i in T.serial(ROWS * KC // 128):
                                     r: T.int32 = cw * ROWS + (i * 128 + tx) // KC
                                     c: T.int32 = (i * 128 + tx) % KC
+                                    # Written so that passes are a constant apart where their swizzle is the same.
+                                    to: T.int32 = (
+                                        place(tx // KC, tx % KC, BM) + (cw * ROWS + i * (128 // KC)) * BLOCK
+                                        if 128 % (KC * 8) == 0
+                                        else place(r, c, BM)
+                                    )
                                     copy16(
-                                        smem.ptr_to([place(r, c, BM)]),
+                                        smem.ptr_to([to]),
                                         q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
                                     )
                                 T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(q_full.ptr_to([cw]))
@@ -430,7 +440,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         T.cuda.mbarrier_wait(v_empty.ptr_to([slot]), parity)
                         gather(
                             *(VC, VI, smem.ptr_to([VO + slot * (BN * VD)]), 1, kind, prefix - begin),
-                            *(sources, hk, held, addresses, lane, warp),
+                            *(sources, hk, held, rows, addresses, lane, warp),
                         )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([slot]))
                         tiles_done = tiles_done + T.uint32(1)
