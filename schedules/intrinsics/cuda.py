@@ -75,6 +75,8 @@ warp_sum = _function(
 """Sum over a warp."""
 any_lane = _function("tw_any_lane", "int", "bool x", "return __any_sync(0xffffffffu, x);")
 """Whether any lane of the warp has it: an int32, 0 = none."""
+reread = _function("tw_reread", "int", "int x", 'asm volatile("" : "+r"(x)); return x;')
+"""The same int32, of which the compiler knows nothing: what follows from it is worked out here, not kept since before."""
 shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
 """Another lane's int32."""
 

@@ -33,6 +33,7 @@ from tilewright.schedules.intrinsics.cuda import (
     moved,
     quad_max,
     quad_sum,
+    reread,
     shuffle,
     store_two,
     store_word,
@@ -420,17 +421,12 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             # Queries of a unit follow its first keys, which find room before the last unit is done with its own.
                             for cw in T.serial(NC):
                                 T.cuda.mbarrier_wait(q_empty.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)) ^ 1)
+                                thread: T.int32 = reread(tx)
                                 for i in T.serial(ROWS * KC // 128):
-                                    r: T.int32 = cw * ROWS + (i * 128 + tx) // KC
-                                    c: T.int32 = (i * 128 + tx) % KC
-                                    # Written so that passes are a constant apart where their swizzle is the same.
-                                    to: T.int32 = (
-                                        place(tx // KC, tx % KC, BM) + (cw * ROWS + i * (128 // KC)) * BLOCK
-                                        if 128 % (KC * 8) == 0
-                                        else place(r, c, BM)
-                                    )
+                                    r: T.int32 = cw * ROWS + (i * 128 + thread) // KC
+                                    c: T.int32 = (i * 128 + thread) % KC
                                     copy16(
-                                        smem.ptr_to([to]),
+                                        smem.ptr_to([place(r, c, BM)]),
                                         q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
                                     )
                                 T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(q_full.ptr_to([cw]))
