@@ -1,16 +1,17 @@
 # mypy: ignore-errors
-# ruff: noqa: F821, E501
+# ruff: noqa: F821, E501, E741
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
-"""Paged extend on Hopper: one CTA a work item and KV head, warpgroup products (wgmma) over gathered tiles.
+"""Paged extend on Hopper: units of a work item and KV head, warpgroup products (wgmma) over gathered tiles.
 
-The first warpgroup gathers tiles of keys and values through the page table (or from the new rows) by cp.async into
-swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values and
-the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next scores
+The first warpgroup of a CTA gathers tiles of keys and values through the page table (or from the new rows) by cp.async
+into swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values
+and the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next scores
 are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
-the other's products. The algebra is the definition's (paged_attention/definition.py).
+the other's products. With `persistent` a CTA goes from unit to unit: keys and queries of the next are gathered while
+consumers finish the last. The algebra is the definition's (paged_attention/definition.py).
 
-Keys that no row of the item sees are never read: the item's range is cut to the visible one, and what a tile has
-beyond it repeats the last visible key with probability 0.
+Keys that no row of the item sees are never read: a tile repeats the first or last visible key in their place, with
+probability 0.
 """
 
 from __future__ import annotations
@@ -24,21 +25,10 @@ from tilewright.schedules.intrinsics.cuda import (
     COPY_BATCH,
     PACK,
     address,
-    any_lane,
     copy16,
-    copy_row16,
-    copy_rows,
-    exp2,
-    log2,
-    moved,
-    quad_max,
-    quad_sum,
     reread,
     shuffle,
-    store_two,
-    store_word,
     strided,
-    tanh,
     tile_address,
     tile_descriptor,
 )
@@ -54,56 +44,34 @@ from tilewright.schedules.paged_attention.definition import (
     Q_ROW,
     REQUEST,
     TVM_DTYPE,
-    finite_or_zero,
-    masked,
-    natural_lse,
-    normaliser,
-    score,
     visible_bounds,
 )
-from tilewright.schedules.vector_math import LOG2_E
+from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather
+from tilewright.schedules.spaces.cuda_extend_softmax import fold, rescale, store
+from tilewright.schedules.spaces.cuda_extend_tiles import (
+    ALL_HI,
+    ALL_LO,
+    BLOCK,
+    END,
+    FACTS,
+    FIRST,
+    HEAD,
+    MULTIPROCESSORS,
+    PARTIAL,
+    POSITION,
+    ROW,
+    ROWS,
+    TILES,
+    TOKENS,
+    Tiles,
+    padded,
+    place,
+)
 from tilewright.schedules.workload import Workload
 
-MULTIPROCESSORS = 132
-ROWS = 64  # of a consumer warpgroup: the height of one wgmma
-BLOCK = 64  # columns of a swizzled block: 128 bytes
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
-# What is known of a unit in shared memory.
-FIRST, ALL_LO, ALL_HI, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL = range(10)
-FACTS = 12
-# Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
-_REGISTERS = {1: (56, 240), 2: (72, 216), 3: (56, 152)}
-
-
-def padded(dim: int) -> int:
-    """Columns of a row in shared memory: whole blocks."""
-    return -(-dim // BLOCK) * BLOCK
-
-
-def place(row: tirx.Expr, chunk: tirx.Expr, rows: int) -> tirx.Expr:
-    """Where the 16-byte chunk of a row lies in a tile of `rows` rows, in elements: swizzled as wgmma reads it."""
-    return (chunk // 8) * (rows * BLOCK) + row * BLOCK + ((chunk % 8) ^ (row % 8)) * 8
-
-
-def shared_elements(workload: Workload, rows: int, keys: int, stages: int) -> int:
-    """Elements of 16 bits in shared memory."""
-    dim, dim_vo = padded(workload.head_dim_qk), padded(workload.head_dim_vo)
-    return rows * dim + stages * keys * (dim + dim_vo)
-
-
-def copies_evenly(workload: Workload, keys: int) -> bool:
-    """Whether the chunks of a tile's rows go round among the producer's lanes."""
-    return all(keys // 4 * (dim // 8) % 32 == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo))
-
-
-def registers(workload: Workload, keys: int) -> int:
-    """Estimate of a consumer thread's registers: scores, values, packed probabilities, state and addresses."""
-    return keys // 2 + workload.head_dim_vo // 2 + keys // 4 + 28
-
-
-def most_registers(rows: int) -> int:
-    """What a consumer thread has."""
-    return _REGISTERS[rows // ROWS][1]
+# Barriers of `pingpong`, one for each consumer's turn; 1 + n is the consumers' own.
+_TURNS = 4
 
 
 def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
@@ -111,70 +79,20 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
 
     Args:
         workload: operator "paged_extend", 16-bit, head dims multiples of 16 and at most 256.
-        decisions: `rows` of an item (64 a consumer), `keys` of a tile, `stages` of the rings, `pingpong`.
+        decisions: `rows` of an item (64 a consumer), `keys` of a tile, `stages` of the rings, `pingpong`, `persistent`,
+            and `lazy`: whether values are scaled anew only where a row's maximum has grown by a lot.
     """
-    G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
-    BM, BN, NST, PP = decisions["rows"], decisions["keys"], decisions["stages"], bool(decisions["pingpong"])
-    CTAS, PERSISTENT, LAZY = MULTIPROCESSORS, bool(decisions["persistent"]), bool(decisions["lazy"])
-    NC = BM // ROWS
+    z = Tiles(workload, decisions)
+    G, D, Dv, BM, BN = z.group, z.dim, z.dim_vo, z.rows, z.keys
+    NC, NST, CTAS = z.consumers, z.stages, MULTIPROCESSORS
     dtype, pack, kind = TVM_DTYPE[workload.dtype], PACK[workload.dtype], _WGMMA_TYPE[workload.dtype]
-    THREADS = 128 * (NC + 1)
-    FEW, MANY = _REGISTERS[NC]
     NS, NO = BN // 2, Dv // 2  # accumulator registers of a thread
-    KD, VD = padded(D), padded(Dv)
-    KO, VO = BM * KD, BM * KD + NST * BN * KD  # where the rings begin
-    TOTAL = shared_elements(workload, BM, BN, NST)
     QB, KB = BM * 8, BN * 8  # 16-byte units from one block of columns to the next
-    KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
-    SHARE = BN // 4  # rows of a tile that a producer warp copies
-    HOLD = -(-SHARE // 32)
-    KI, VI = SHARE * KC // 32, SHARE * VC // 32  # chunks a producer thread copies
-    # A producer warp takes TURN rows of every 4 * TURN. Where that is what a pass of the warp copies, rows of a lane are
-    # a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
-    TURN = 32 // KC if KC == VC and 32 % KC == 0 else SHARE
+    KC = D // 8  # 16-byte chunks of a row
     mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
     mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
-    NEG = float("-inf")
-
-    @T.inline
-    def gather(C, PASSES, to, source, kind, old, sources, hk, held, rows, addresses, lane, warp):
-        # Chunks C a row; `source` 0 for keys, 1 for values; of a tile with both kinds the first `old` keys are the pool's.
-        if kind == 1:
-            for i in T.unroll(PASSES):
-                n: T.int32 = (i * 32 + lane) // C
-                row: T.int32 = n // TURN * (4 * TURN) + warp * TURN + n % TURN
-                which: T.int32 = source + T.Select(row < old, 0, 2)
-                copy_row16(
-                    moved(to, place(row, (i * 32 + lane) % C, BN) * 2),
-                    sources[which, 0] + T.Cast("int64", hk) * sources[which, 2],
-                    sources[which, 1],
-                    shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32),
-                    (i * 32 + lane) % C * 16,
-                )
-        else:
-            start: T.int64 = sources[source + kind, 0] + T.Cast("int64", hk) * sources[source + kind, 2]
-            stride: T.int64 = sources[source + kind, 1]
-            # All rows before the first copy: a shuffle between copies would make each wait for the one before.
-            for i in T.unroll(PASSES):
-                rows[i] = shuffle(held[i * 32 // C // 32], (i * 32 + lane) // C % 32)
-            if TURN < SHARE:
-                copy_rows(
-                    4 * TURN * BLOCK * 2,
-                    moved(to, place(warp * TURN + lane // C, lane % C, BN) * 2),
-                    start + T.Cast("int64", lane % C * 16),
-                    stride,
-                    [rows[i] for i in range(PASSES)],
-                    addresses,
-                )
-            else:
-                for i in T.unroll(PASSES):
-                    copy_row16(
-                        moved(to, place(warp * SHARE + (i * 32 + lane) // C, (i * 32 + lane) % C, BN) * 2),
-                        start,
-                        stride,
-                        rows[i],
-                        (i * 32 + lane) % C * 16,
-                    )
+    gather_k, gather_v = gather(z, D, 0), gather(z, Dv, 1)
+    softmax, scale_values, write = fold(z), rescale(z), store(z, workload.dtype)
 
     @T.prim_func
     def paged_extend(
@@ -300,17 +218,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
         part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
         T.device_entry()
-        cta = T.cta_id([CTAS if PERSISTENT else T.Cast("int32", heads) * T.Cast("int32", W)])
-        tx = T.thread_id([THREADS])
-        smem = T.alloc_buffer((TOTAL,), dtype, scope="shared.dyn", align=1024)
-        q_full = T.alloc_buffer((NC,), "uint64", scope="shared", align=8)
-        q_empty = T.alloc_buffer((NC,), "uint64", scope="shared", align=8)
-        k_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        k_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        v_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        v_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        unit_full = T.alloc_buffer((2,), "uint64", scope="shared", align=8)
-        unit_empty = T.alloc_buffer((2,), "uint64", scope="shared", align=8)
+        cta = T.cta_id([CTAS if z.persistent else T.Cast("int32", heads) * T.Cast("int32", W)])
+        tx = T.thread_id([z.threads])
+        smem = T.alloc_buffer((z.elements,), dtype, scope="shared.dyn", align=1024)
+        bars = T.alloc_buffer((z.barriers,), "uint64", scope="shared", align=8)
         # What consumers must know of a unit: registers are scarce, they look it up where they need it.
         facts = T.alloc_buffer((2, FACTS), "int32", scope="shared", align=16)
         # Address, stride from row to row and from head to head, in bytes, of k_buffer, v_buffer, k_new and v_new: held in
@@ -330,33 +241,33 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             sources[3, 1] = vn0 * 2
             sources[3, 2] = vn1 * 2
             for i in T.unroll(NC):
-                T.ptx.mbarrier.init.shared.b64(q_full.ptr_to([i]), T.uint32(128))
-                T.ptx.mbarrier.init.shared.b64(q_empty.ptr_to([i]), T.uint32(4))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.q_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.q_empty + i]), T.uint32(4))
             for i in T.unroll(NST):
-                T.ptx.mbarrier.init.shared.b64(k_full.ptr_to([i]), T.uint32(128))
-                T.ptx.mbarrier.init.shared.b64(k_empty.ptr_to([i]), T.uint32(4 * NC))
-                T.ptx.mbarrier.init.shared.b64(v_full.ptr_to([i]), T.uint32(128))
-                T.ptx.mbarrier.init.shared.b64(v_empty.ptr_to([i]), T.uint32(4 * NC))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.k_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.k_empty + i]), T.uint32(4 * NC))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.v_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.v_empty + i]), T.uint32(4 * NC))
             for i in T.unroll(2):
-                T.ptx.mbarrier.init.shared.b64(unit_full.ptr_to([i]), T.uint32(1))
-                T.ptx.mbarrier.init.shared.b64(unit_empty.ptr_to([i]), T.uint32(4 * NC))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.unit_full + i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.unit_empty + i]), T.uint32(4 * NC))
         T.ptx.fence.proxy.async_.shared__cta()
         T.cuda.cta_sync()
         if tx < 128:
-            T.ptx["setmaxnreg.dec.sync.aligned.u32"](FEW)
+            T.ptx["setmaxnreg.dec.sync.aligned.u32"](z.few)
             units: T.int32 = T.Cast("int32", heads) * T.Cast("int32", W)
             tiles_done: T.uint32 = T.uint32(0)
             units_done: T.uint32 = T.uint32(0)
             queries_done: T.uint32 = T.uint32(0)
             lane: T.int32 = tx % 32
             warp: T.int32 = tx // 32
-            held = T.alloc_local([HOLD], "int32")
-            ahead = T.alloc_local([HOLD], "int32")
-            rows = T.alloc_local([max(KI, VI)], "int32")
+            held = T.alloc_local([z.held], "int32")
+            ahead = T.alloc_local([z.held], "int32")
+            rows = T.alloc_local([max(z.passes(D), z.passes(Dv))], "int32")
             addresses = T.alloc_local([COPY_BATCH], "int64")
-            for turn in T.serial((units + (CTAS - 1)) // CTAS if PERSISTENT else 1):
+            for turn in T.serial((units + (CTAS - 1)) // CTAS if z.persistent else 1):
                 # There and back again: lists are sorted by cost, so that every block gets as much as the others.
-                unit: T.int32 = turn * CTAS + T.Select(turn % 2 == 0, cta, CTAS - 1 - cta) if PERSISTENT else cta
+                unit: T.int32 = turn * CTAS + T.Select(turn % 2 == 0, cta, CTAS - 1 - cta) if z.persistent else cta
                 w: T.int32 = T.min(unit, units - 1) // T.Cast("int32", heads)
                 hk: T.int32 = T.min(unit, units - 1) % T.Cast("int32", heads)
                 if T.And(unit < units, items[w, Q_LEN] > 0):
@@ -374,7 +285,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
                     column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
                     at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
-                    T.cuda.mbarrier_wait(unit_empty.ptr_to([at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
                     if tx == 0:
                         facts[at, FIRST] = first
                         # A tile that lies in (all_lo, all_hi] is seen whole by every row.
@@ -387,13 +298,13 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         facts[at, ROW] = items[w, Q_ROW]
                         facts[at, HEAD] = hk
                         facts[at, PARTIAL] = items[w, PART]
-                        T.ptx.mbarrier.arrive.shared.b64(unit_full.ptr_to([at]))
+                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
 
                     @T.inline
                     def look_up(j):
                         # Each lane holds the row in its tensor of other keys of the warp.
-                        for i in T.unroll(HOLD):
-                            n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
+                        for i in T.unroll(z.held):
+                            n: T.int32 = (i * 32 + lane) // z.turn * (4 * z.turn) + warp * z.turn + (i * 32 + lane) % z.turn
                             key: T.int32 = T.min(T.max(first + j * BN + n, seen), last)
                             if key < prefix:
                                 ahead[i] = req_to_token[table_row, column + T.Cast("int64", key)]
@@ -407,20 +318,21 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
                         parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)) ^ 1
                         begin: T.int32 = first + j * BN
-                        # 0: all keys are in the pool, 2: all are new, 1: some are.
-                        kind: T.int32 = T.Select(T.min(begin + (BN - 1), last) < prefix, 0, T.Select(begin < prefix, 1, 2))
-                        T.cuda.mbarrier_wait(k_empty.ptr_to([slot]), parity)
-                        for i in T.unroll(HOLD):
+                        kind: T.int32 = T.Select(
+                            T.min(begin + (BN - 1), last) < prefix, POOL, T.Select(T.max(begin, seen) < prefix, MIXED, NEW)
+                        )
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.k_empty + slot]), parity)
+                        for i in T.unroll(z.held):
                             held[i] = ahead[i]
-                        gather(
-                            *(KC, KI, smem.ptr_to([KO + slot * (BN * KD)]), 0, kind, prefix - begin),
+                        gather_k(
+                            *(smem.ptr_to([z.k_ring + slot * z.k_tile]), kind, prefix - begin),
                             *(sources, hk, held, rows, addresses, lane, warp),
                         )
-                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([slot]))
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.k_full + slot]))
                         if j == 0:
                             # Queries of a unit follow its first keys, which find room before the last unit is done with its own.
                             for cw in T.serial(NC):
-                                T.cuda.mbarrier_wait(q_empty.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)) ^ 1)
+                                T.cuda.mbarrier_wait(bars.ptr_to([z.q_empty + cw]), T.Cast("int32", queries_done % T.uint32(2)) ^ 1)
                                 thread: T.int32 = reread(tx)
                                 for i in T.serial(ROWS * KC // 128):
                                     r: T.int32 = cw * ROWS + (i * 128 + thread) // KC
@@ -429,25 +341,25 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                         smem.ptr_to([place(r, c, BM)]),
                                         q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
                                     )
-                                T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(q_full.ptr_to([cw]))
+                                T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.q_full + cw]))
                             queries_done = queries_done + T.uint32(1)
                         if j + 1 < tiles:
                             look_up(j + 1)
-                        T.cuda.mbarrier_wait(v_empty.ptr_to([slot]), parity)
-                        gather(
-                            *(VC, VI, smem.ptr_to([VO + slot * (BN * VD)]), 1, kind, prefix - begin),
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.v_empty + slot]), parity)
+                        gather_v(
+                            *(smem.ptr_to([z.v_ring + slot * z.v_tile]), kind, prefix - begin),
                             *(sources, hk, held, rows, addresses, lane, warp),
                         )
-                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([slot]))
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.v_full + slot]))
                         tiles_done = tiles_done + T.uint32(1)
             at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
-            T.cuda.mbarrier_wait(unit_empty.ptr_to([at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
             if tx == 0:
                 facts[at, TOKENS] = 0
-                T.ptx.mbarrier.arrive.shared.b64(unit_full.ptr_to([at]))
+                T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
             T.ptx.cp.async_.wait_group(0)
         else:
-            T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
+            T.ptx["setmaxnreg.inc.sync.aligned.u32"](z.many)
             tid: T.int32 = tx % 128
             # The same in all lanes, as the compiler can see: what follows from it stays in uniform registers.
             cw: T.int32 = shuffle(tx // 128 - 1, 0)
@@ -461,8 +373,6 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             m = T.alloc_local([2], "float32")
             l = T.alloc_local([2], "float32")
             keep = T.alloc_local([2], "float32")
-            top = T.alloc_local([2], "float32")
-            shift = T.alloc_local([2], "float32")
             units_done: T.uint32 = T.uint32(0)
             queries_done: T.uint32 = T.uint32(0)
             # Of the keys' ring: next tile's stage and how often it was gone through, and the same of the values'.
@@ -471,8 +381,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             v_slot: T.int32 = 0
             v_parity: T.int32 = 0
             dq: T.uint32 = tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * BLOCK * 2 // 16)) + T.uint32(1 << 16)
-            dk: T.uint32 = tile_address(smem.ptr_to([KO])) + T.uint32(1 << 16)
-            dv: T.uint32 = tile_address(smem.ptr_to([VO])) + T.uint32(KB << 16)
+            dk: T.uint32 = tile_address(smem.ptr_to([z.k_ring])) + T.uint32(1 << 16)
+            dv: T.uint32 = tile_address(smem.ptr_to([z.v_ring])) + T.uint32(KB << 16)
 
             @T.inline
             def gemm_s(slot):
@@ -481,7 +391,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         *[S[i] for i in range(NS)],
                         tile_descriptor(dq + T.uint32((kk // 4) * QB + (kk % 4) * 2)),
                         tile_descriptor(
-                            dk + T.Cast("uint32", slot * (BN * KD * 2 // 16)) + T.uint32((kk // 4) * KB + (kk % 4) * 2)
+                            dk + T.Cast("uint32", slot * (z.k_tile * 2 // 16)) + T.uint32((kk // 4) * KB + (kk % 4) * 2)
                         ),
                         kk != 0,
                         1,
@@ -500,7 +410,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         P[kk * 4 + 1],
                         P[kk * 4 + 2],
                         P[kk * 4 + 3],
-                        tile_descriptor(dv + T.Cast("uint32", slot * (BN * VD * 2 // 16)) + T.uint32(kk * 128)),
+                        tile_descriptor(dv + T.Cast("uint32", slot * (z.v_tile * 2 // 16)) + T.uint32(kk * 128)),
                         T.bool(True),
                         1,
                         1,
@@ -509,163 +419,89 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 T.ptx.wgmma.commit_group.sync.aligned()
 
             @T.inline
-            def softmax(j, at):
-                if T.Not(plain):
-                    for i in T.unroll(NS):
-                        S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
-                begin: T.int32 = facts[at, FIRST] + j * BN
-                if T.Or(begin + (BN - 1) > facts[at, ALL_HI], begin <= facts[at, ALL_LO]):
-                    for h in T.unroll(2):
-                        position: T.int32 = facts[at, POSITION] + T.min((row0 + h * 8) // G, facts[at, TOKENS] - 1)
-                        lo: T.int32 = visible_bounds(position, facts[at, END], window, lookahead)[0]
-                        hi: T.int32 = visible_bounds(position, facts[at, END], window, lookahead)[1]
-                        for i in T.unroll(NS // 4):
-                            for e in T.unroll(2):
-                                key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
-                                S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
-                for h in T.unroll(2):
-                    top[h] = m[h]
-                    for i in T.unroll(NS // 4):
-                        for e in T.unroll(2):
-                            top[h] = T.max(top[h], S[i * 4 + h * 2 + e])
-                    top[h] = quad_max(top[h])
-                    if LAZY:
-                        # The state may lag behind the maximum by a factor of 2**8 before it is scaled anew.
-                        top[h] = T.Select((top[h] - m[h]) * factor > T.float32(8), top[h], m[h])
-                    shift[h] = finite_or_zero(top[h]) * factor
-                    keep[h] = exp2(m[h] * factor - shift[h])
-                    m[h] = top[h]
-                    l[h] = l[h] * keep[h]
-                    for i in T.unroll(NS // 4):
-                        for e in T.unroll(2):
-                            S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
-                            l[h] = l[h] + S[i * 4 + h * 2 + e]
-
-            @T.inline
-            def rescale():
-                for i in T.unroll(NO // 4):
-                    for e in T.unroll(2):
-                        O[i * 4 + e] = O[i * 4 + e] * keep[0]
-                        O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
-
-            @T.inline
             def round_p():
                 for i in T.unroll(BN // 4):
                     P[i] = pack(S[i * 2], S[i * 2 + 1])
 
-            if PP and cw == 1:
-                T.ptx.bar.arrive(T.uint32(4), T.uint32(256))
-            T.cuda.mbarrier_wait(unit_full.ptr_to([0]), 0)
+            if z.pingpong and cw == 1:
+                T.ptx.bar.arrive(T.uint32(_TURNS), T.uint32(256))
+            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_full + 0]), 0)
             go: T.int32 = facts[0, TOKENS]
             while go > 0:
                 at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
                 tiles: T.int32 = facts[at, TILES]
                 for i in T.unroll(2):
-                    m[i] = T.float32(NEG)
+                    m[i] = T.float32(float("-inf"))
                     l[i] = T.float32(0)
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
                 if tiles > 0:
-                    T.cuda.mbarrier_wait(q_full.ptr_to([cw]), T.Cast("int32", queries_done % T.uint32(2)))
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.q_full + cw]), T.Cast("int32", queries_done % T.uint32(2)))
                     queries_done = queries_done + T.uint32(1)
-                    T.cuda.mbarrier_wait(k_full.ptr_to([slot]), parity)
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.k_full + slot]), parity)
                     T.ptx.fence.proxy.async_.shared__cta()
-                    if PP:
-                        T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                    if z.pingpong:
+                        T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_s(slot)
-                    if PP:
-                        T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                    if z.pingpong:
+                        T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
                     if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot]))
+                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.k_empty + slot]))
                         if tiles == 1:
-                            T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
+                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
                     parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                     slot = T.Select(slot == NST - 1, 0, slot + 1)
-                    softmax(0, at)
+                    softmax(*(S, m, l, keep, 0, at, facts, row0, lane, plain, factor), (scale_log2, cap_log2, scale_over_cap, window, lookahead))
                     round_p()
                     for j in T.serial(tiles - 1):
                         # The values were asked for before these keys.
-                        T.cuda.mbarrier_wait(k_full.ptr_to([slot]), parity)
-                        T.cuda.mbarrier_wait(v_full.ptr_to([v_slot]), v_parity)
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.k_full + slot]), parity)
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.v_full + v_slot]), v_parity)
                         T.ptx.fence.proxy.async_.shared__cta()
-                        if PP:
-                            T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                        if z.pingpong:
+                            T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
                         T.ptx.wgmma.fence.sync.aligned()
                         gemm_s(slot)
                         gemm_o(v_slot)
-                        if PP:
-                            T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                        if z.pingpong:
+                            T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([slot]))
+                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.k_empty + slot]))
                             if j == tiles - 2:
-                                T.ptx.mbarrier.arrive.shared.b64(q_empty.ptr_to([cw]))
+                                T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
                         parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                         slot = T.Select(slot == NST - 1, 0, slot + 1)
-                        softmax(j + 1, at)
+                        softmax(*(S, m, l, keep, j + 1, at, facts, row0, lane, plain, factor), (scale_log2, cap_log2, scale_over_cap, window, lookahead))
                         T.ptx.wgmma.wait_group.sync.aligned(0)
                         if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([v_slot]))
+                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.v_empty + v_slot]))
                         v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
                         v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
-                        if LAZY:
-                            if any_lane(T.Or(keep[0] != T.float32(1), keep[1] != T.float32(1))):
-                                rescale()
-                        else:
-                            rescale()
+                        scale_values(O, keep)
                         round_p()
-                    T.cuda.mbarrier_wait(v_full.ptr_to([v_slot]), v_parity)
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.v_full + v_slot]), v_parity)
                     T.ptx.fence.proxy.async_.shared__cta()
-                    if PP:
-                        T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                    if z.pingpong:
+                        T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
                     T.ptx.wgmma.fence.sync.aligned()
                     gemm_o(v_slot)
-                    if PP:
-                        T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                    if z.pingpong:
+                        T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
                     if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([v_slot]))
+                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.v_empty + v_slot]))
                     v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
                     v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
-                for h in T.unroll(2):
-                    l[h] = quad_sum(l[h])
-                    r: T.int32 = row0 + h * 8
-                    head: T.int32 = facts[at, HEAD] * G + r % G
-                    part: T.int32 = facts[at, PARTIAL]
-                    if r < facts[at, TOKENS] * G:
-                        keep[0] = normaliser(
-                            m[h] * factor,
-                            l[h],
-                            T.Select(part < 0, sinks[head] * T.float32(LOG2_E), T.float32(NEG)),
-                            exp2,
-                        )
-                        keep[1] = natural_lse(m[h] * factor, l[h], log2)
-                        if part < 0:
-                            row: T.int32 = facts[at, ROW] + r // G
-                            for i in T.unroll(NO // 4):
-                                store_word(
-                                    out.ptr_to([row, head, i * 8 + (lane % 4) * 2]),
-                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
-                                )
-                            if lane % 4 == 0:
-                                lse[row, head] = keep[1]
-                        else:
-                            for i in T.unroll(NO // 4):
-                                store_two(
-                                    part_o.ptr_to([part + r // G, head, i * 8 + (lane % 4) * 2]),
-                                    O[i * 4 + h * 2] * keep[0],
-                                    O[i * 4 + h * 2 + 1] * keep[0],
-                                )
-                            if lane % 4 == 0:
-                                part_lse[part + r // G, head] = keep[1]
+                write(*(O, m, l, at, facts, row0, lane, factor, sinks), *(out, lse, part_o, part_lse))
                 T.cuda.warp_sync()
                 if lane == 0:
-                    T.ptx.mbarrier.arrive.shared.b64(unit_empty.ptr_to([at]))
+                    T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_empty + at]))
                 units_done = units_done + T.uint32(1)
                 T.cuda.mbarrier_wait(
-                    unit_full.ptr_to([T.Cast("int32", units_done % T.uint32(2))]),
+                    bars.ptr_to([z.unit_full + T.Cast("int32", units_done % T.uint32(2))]),
                     T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)),
                 )
                 go = facts[T.Cast("int32", units_done % T.uint32(2)), TOKENS]

@@ -8,6 +8,7 @@ import tvm
 from tvm import tirx
 
 from tilewright.schedules.spaces import Decisions, Space, UnsupportedWorkload, cuda_decode, cuda_extend, cuda_states
+from tilewright.schedules.spaces.cuda_extend_tiles import ROWS, Tiles
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
 
@@ -95,8 +96,8 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
     if not _hopper(target):
         raise UnsupportedWorkload(f"{where}: extend needs warpgroup products (sm_90a)")
     group = workload.group or 1
-    if group > cuda_extend.ROWS:
-        raise UnsupportedWorkload(f"{where}: group: expected at most {cuda_extend.ROWS}, got {group}")
+    if group > ROWS:
+        raise UnsupportedWorkload(f"{where}: group: expected at most {ROWS}, got {group}")
     choices = {
         "rows": (64, 128, 192),
         "keys": (48, 64, 80, 96, 112, 128, 144, 160, 176),
@@ -107,14 +108,11 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
     }
 
     def legal(n: Decisions) -> bool:
-        if not _inside(n, choices) or (n["pingpong"] and n["rows"] != 2 * cuda_extend.ROWS):
+        if not _inside(n, choices) or (n["pingpong"] and n["rows"] != 2 * ROWS):
             return False
-        used = cuda_extend.shared_elements(workload, n["rows"], n["keys"], n["stages"]) * 2 + _SMALL
-        return (
-            cuda_extend.copies_evenly(workload, n["keys"])
-            and cuda_extend.registers(workload, n["keys"]) <= cuda_extend.most_registers(n["rows"])
-            and used <= _shared_memory(target)
-        )
+        tiles = Tiles(workload, n)
+        fits = tiles.elements * 2 + _SMALL <= _shared_memory(target)
+        return fits and tiles.copies_evenly and tiles.fits_registers
 
     default = next(
         n

@@ -1,0 +1,148 @@
+# mypy: ignore-errors
+# ruff: noqa: F821, E741
+# (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
+"""A consumer of the extend kernel between its products: the softmax of a tile's scores, and what a unit writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from tilewright.schedules.intrinsics.cuda import (
+    PACK,
+    any_lane,
+    exp2,
+    log2,
+    quad_max,
+    quad_sum,
+    store_two,
+    store_word,
+    tanh,
+)
+from tilewright.schedules.paged_attention.definition import (
+    finite_or_zero,
+    masked,
+    natural_lse,
+    normaliser,
+    score,
+    visible_bounds,
+)
+from tilewright.schedules.spaces.cuda_extend_tiles import (
+    ALL_HI,
+    ALL_LO,
+    END,
+    FIRST,
+    HEAD,
+    PARTIAL,
+    POSITION,
+    ROW,
+    TOKENS,
+    Tiles,
+)
+from tilewright.schedules.vector_math import LOG2_E
+
+LAG = 8.0
+"""Binary digits by which a row's running maximum may stay behind with the decision `lazy`: sums grow by 2**8 at most."""
+
+
+def fold(z: Tiles) -> Callable[..., None]:
+    """Statements that turn the scores S of tile j into probabilities and take them into the state (m, l).
+
+    `keep` becomes what the values of earlier tiles must be multiplied with; row0 is the thread's first row of two.
+    """
+    NS, BN, G = z.keys // 2, z.keys, z.group
+
+    @T.inline
+    def softmax(S, m, l, keep, j, unit, facts, row0, lane, plain, factor, options):
+        if T.Not(plain):
+            for i in T.unroll(NS):
+                S[i] = score(S[i], options[0], options[1], options[2], tanh)
+        begin: T.int32 = facts[unit, FIRST] + j * BN
+        if T.Or(begin + (BN - 1) > facts[unit, ALL_HI], begin <= facts[unit, ALL_LO]):
+            for h in T.unroll(2):
+                position: T.int32 = facts[unit, POSITION] + T.min((row0 + h * 8) // G, facts[unit, TOKENS] - 1)
+                lo: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[0]
+                hi: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[1]
+                for i in T.unroll(NS // 4):
+                    for e in T.unroll(2):
+                        key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
+                        S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
+        for h in T.unroll(2):
+            top: T.float32 = m[h]
+            for i in T.unroll(NS // 4):
+                for e in T.unroll(2):
+                    top = T.max(top, S[i * 4 + h * 2 + e])
+            top = quad_max(top)
+            if z.lazy:
+                top = T.Select((top - m[h]) * factor > T.float32(LAG), top, m[h])
+            shift: T.float32 = finite_or_zero(top) * factor
+            keep[h] = exp2(m[h] * factor - shift)
+            m[h] = top
+            l[h] = l[h] * keep[h]
+            for i in T.unroll(NS // 4):
+                for e in T.unroll(2):
+                    S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift)
+                    l[h] = l[h] + S[i * 4 + h * 2 + e]
+
+    return softmax
+
+
+def rescale(z: Tiles) -> Callable[..., None]:
+    """Statements that multiply the values O of earlier tiles with `keep`; with `lazy` only where a row needs it."""
+    NO = z.dim_vo // 2
+
+    @T.inline
+    def multiply(O, keep):
+        for i in T.unroll(NO // 4):
+            for e in T.unroll(2):
+                O[i * 4 + e] = O[i * 4 + e] * keep[0]
+                O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
+
+    @T.inline
+    def where_needed(O, keep):
+        if z.lazy:
+            # Multiplying with 1 changes no bit, so what other rows of the warp need shows in none.
+            if any_lane(T.Or(keep[0] != T.float32(1), keep[1] != T.float32(1))):
+                multiply(O, keep)
+        else:
+            multiply(O, keep)
+
+    return where_needed
+
+
+def store(z: Tiles, dtype: str) -> Callable[..., None]:
+    """Statements that write a unit's rows: out and lse, or the partial state."""
+    NO, G, pack = z.dim_vo // 2, z.group, PACK[dtype]
+
+    @T.inline
+    def write(O, m, l, unit, facts, row0, lane, factor, sinks, out, lse, part_o, part_lse):
+        for h in T.unroll(2):
+            total: T.float32 = quad_sum(l[h])
+            r: T.int32 = row0 + h * 8
+            head: T.int32 = facts[unit, HEAD] * G + r % G
+            part: T.int32 = facts[unit, PARTIAL]
+            if r < facts[unit, TOKENS] * G:
+                sink: T.float32 = T.Select(part < 0, sinks[head] * T.float32(LOG2_E), T.float32(float("-inf")))
+                norm: T.float32 = normaliser(m[h] * factor, total, sink, exp2)
+                logarithm: T.float32 = natural_lse(m[h] * factor, total, log2)
+                if part < 0:
+                    row: T.int32 = facts[unit, ROW] + r // G
+                    for i in T.unroll(NO // 4):
+                        store_word(
+                            out.ptr_to([row, head, i * 8 + (lane % 4) * 2]),
+                            pack(O[i * 4 + h * 2] * norm, O[i * 4 + h * 2 + 1] * norm),
+                        )
+                    if lane % 4 == 0:
+                        lse[row, head] = logarithm
+                else:
+                    for i in T.unroll(NO // 4):
+                        store_two(
+                            part_o.ptr_to([part + r // G, head, i * 8 + (lane % 4) * 2]),
+                            O[i * 4 + h * 2] * norm,
+                            O[i * 4 + h * 2 + 1] * norm,
+                        )
+                    if lane % 4 == 0:
+                        part_lse[part + r // G, head] = logarithm
+
+    return write
