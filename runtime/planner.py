@@ -201,8 +201,8 @@ def _fill_rounds(
 ) -> tuple[Ints, Ints]:
     """The same for a GPU, whose hundreds of workers take units in rounds: only the last round must come out even.
 
-    Whole blocks, as long as they fill rounds, and what is left in pieces that fill a few short rounds more; or pieces of
-    at most a share of a worker's work, for blocks longer than that.
+    Whole blocks, as long as they fill rounds, and what is left in pieces that fill a few short rounds more; or all in
+    pieces of at most a share of a worker's work.
     """
 
     def load(size: Ints, counts: Ints) -> float:

@@ -19,7 +19,15 @@ def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, 
 
 def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
     source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
-    types = {"float": "float32", "unsigned": "uint32", "unsigned long long": "uint64", "int": "int32", "long long": "int64", "void": "void", "void*": "handle"}
+    types = {
+        "float": "float32",
+        "unsigned": "uint32",
+        "unsigned long long": "uint64",
+        "int": "int32",
+        "long long": "int64",
+        "void": "void",
+        "void*": "handle",
+    }
 
     def call(*arguments: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: F821, E501, E741
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """Paged extend on Hopper: units of a work item and KV head, warpgroup products (wgmma) over gathered tiles.
 
@@ -46,7 +45,7 @@ from tilewright.schedules.paged_attention.definition import (
     TVM_DTYPE,
     visible_bounds,
 )
-from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather
+from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather, look_up
 from tilewright.schedules.spaces.cuda_extend_softmax import fold, rescale, store
 from tilewright.schedules.spaces.cuda_extend_tiles import (
     ALL_HI,
@@ -64,7 +63,6 @@ from tilewright.schedules.spaces.cuda_extend_tiles import (
     TILES,
     TOKENS,
     Tiles,
-    padded,
     place,
 )
 from tilewright.schedules.workload import Workload
@@ -72,6 +70,11 @@ from tilewright.schedules.workload import Workload
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
 # Barriers of `pingpong`, one for each consumer's turn; 1 + n is the consumers' own.
 _TURNS = 4
+
+
+def odd(number: tirx.Expr) -> tirx.Expr:
+    """0 or 1 as an int32: the phase of a barrier, the half of a pair."""
+    return T.Cast("int32", number % T.uint32(2))
 
 
 def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
@@ -91,7 +94,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
     KC = D // 8  # 16-byte chunks of a row
     mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
     mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
-    gather_k, gather_v = gather(z, D, 0), gather(z, Dv, 1)
+    find, gather_k, gather_v = look_up(z), gather(z, D, 0), gather(z, Dv, 1)
     softmax, scale_values, write = fold(z), rescale(z), store(z, workload.dtype)
 
     @T.prim_func
@@ -284,8 +287,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     new_row: T.int32 = items[w, NEW_ROW]
                     table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
                     column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
-                    at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
-                    T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+                    at: T.int32 = odd(units_done)
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), odd(units_done // T.uint32(2)) ^ 1)
                     if tx == 0:
                         facts[at, FIRST] = first
                         # A tile that lies in (all_lo, all_hi] is seen whole by every row.
@@ -300,26 +303,20 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         facts[at, PARTIAL] = items[w, PART]
                         T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
 
-                    @T.inline
-                    def look_up(j):
-                        # Each lane holds the row in its tensor of other keys of the warp.
-                        for i in T.unroll(z.held):
-                            n: T.int32 = (i * 32 + lane) // z.turn * (4 * z.turn) + warp * z.turn + (i * 32 + lane) % z.turn
-                            key: T.int32 = T.min(T.max(first + j * BN + n, seen), last)
-                            if key < prefix:
-                                ahead[i] = req_to_token[table_row, column + T.Cast("int64", key)]
-                            else:
-                                ahead[i] = key + new_row
-
                     units_done = units_done + T.uint32(1)
                     if tiles > 0:
-                        look_up(0)
+                        find(
+                            *(ahead, first, seen, last, prefix, new_row),
+                            *(req_to_token, table_row, column, lane, warp),
+                        )
                     for j in T.serial(tiles):
                         slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
-                        parity: T.int32 = T.Cast("int32", (tiles_done // T.uint32(NST)) % T.uint32(2)) ^ 1
+                        parity: T.int32 = odd(tiles_done // T.uint32(NST)) ^ 1
                         begin: T.int32 = first + j * BN
                         kind: T.int32 = T.Select(
-                            T.min(begin + (BN - 1), last) < prefix, POOL, T.Select(T.max(begin, seen) < prefix, MIXED, NEW)
+                            T.min(begin + (BN - 1), last) < prefix,
+                            POOL,
+                            T.Select(T.max(begin, seen) < prefix, MIXED, NEW),
                         )
                         T.cuda.mbarrier_wait(bars.ptr_to([z.k_empty + slot]), parity)
                         for i in T.unroll(z.held):
@@ -330,9 +327,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.k_full + slot]))
                         if j == 0:
-                            # Queries of a unit follow its first keys, which find room before the last unit is done with its own.
+                            # The queries follow the first keys, which find room before the last unit is done with its.
                             for cw in T.serial(NC):
-                                T.cuda.mbarrier_wait(bars.ptr_to([z.q_empty + cw]), T.Cast("int32", queries_done % T.uint32(2)) ^ 1)
+                                T.cuda.mbarrier_wait(bars.ptr_to([z.q_empty + cw]), odd(queries_done) ^ 1)
                                 thread: T.int32 = reread(tx)
                                 for i in T.serial(ROWS * KC // 128):
                                     r: T.int32 = cw * ROWS + (i * 128 + thread) // KC
@@ -344,7 +341,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                 T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.q_full + cw]))
                             queries_done = queries_done + T.uint32(1)
                         if j + 1 < tiles:
-                            look_up(j + 1)
+                            find(
+                                *(ahead, begin + BN, seen, last, prefix, new_row),
+                                *(req_to_token, table_row, column, lane, warp),
+                            )
                         T.cuda.mbarrier_wait(bars.ptr_to([z.v_empty + slot]), parity)
                         gather_v(
                             *(smem.ptr_to([z.v_ring + slot * z.v_tile]), kind, prefix - begin),
@@ -352,8 +352,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         )
                         T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.v_full + slot]))
                         tiles_done = tiles_done + T.uint32(1)
-            at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
-            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)) ^ 1)
+            at: T.int32 = odd(units_done)
+            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), odd(units_done // T.uint32(2)) ^ 1)
             if tx == 0:
                 facts[at, TOKENS] = 0
                 T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
@@ -380,7 +380,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             parity: T.int32 = 0
             v_slot: T.int32 = 0
             v_parity: T.int32 = 0
-            dq: T.uint32 = tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * BLOCK * 2 // 16)) + T.uint32(1 << 16)
+            dq: T.uint32 = (
+                tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * BLOCK * 2 // 16)) + T.uint32(1 << 16)
+            )
             dk: T.uint32 = tile_address(smem.ptr_to([z.k_ring])) + T.uint32(1 << 16)
             dv: T.uint32 = tile_address(smem.ptr_to([z.v_ring])) + T.uint32(KB << 16)
 
@@ -428,7 +430,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             T.cuda.mbarrier_wait(bars.ptr_to([z.unit_full + 0]), 0)
             go: T.int32 = facts[0, TOKENS]
             while go > 0:
-                at: T.int32 = T.Cast("int32", units_done % T.uint32(2))
+                at: T.int32 = odd(units_done)
                 tiles: T.int32 = facts[at, TILES]
                 for i in T.unroll(2):
                     m[i] = T.float32(float("-inf"))
@@ -436,7 +438,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
                 if tiles > 0:
-                    T.cuda.mbarrier_wait(bars.ptr_to([z.q_full + cw]), T.Cast("int32", queries_done % T.uint32(2)))
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.q_full + cw]), odd(queries_done))
                     queries_done = queries_done + T.uint32(1)
                     T.cuda.mbarrier_wait(bars.ptr_to([z.k_full + slot]), parity)
                     T.ptx.fence.proxy.async_.shared__cta()
@@ -453,7 +455,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                             T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
                     parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                     slot = T.Select(slot == NST - 1, 0, slot + 1)
-                    softmax(*(S, m, l, keep, 0, at, facts, row0, lane, plain, factor), (scale_log2, cap_log2, scale_over_cap, window, lookahead))
+                    softmax(
+                        *(S, m, l, keep, 0, at, facts, row0, lane, plain, factor),
+                        (scale_log2, cap_log2, scale_over_cap, window, lookahead),
+                    )
                     round_p()
                     for j in T.serial(tiles - 1):
                         # The values were asked for before these keys.
@@ -474,7 +479,10 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                                 T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
                         parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                         slot = T.Select(slot == NST - 1, 0, slot + 1)
-                        softmax(*(S, m, l, keep, j + 1, at, facts, row0, lane, plain, factor), (scale_log2, cap_log2, scale_over_cap, window, lookahead))
+                        softmax(
+                            *(S, m, l, keep, j + 1, at, facts, row0, lane, plain, factor),
+                            (scale_log2, cap_log2, scale_over_cap, window, lookahead),
+                        )
                         T.ptx.wgmma.wait_group.sync.aligned(0)
                         if lane == 0:
                             T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.v_empty + v_slot]))
@@ -501,9 +509,9 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_empty + at]))
                 units_done = units_done + T.uint32(1)
                 T.cuda.mbarrier_wait(
-                    bars.ptr_to([z.unit_full + T.Cast("int32", units_done % T.uint32(2))]),
-                    T.Cast("int32", (units_done // T.uint32(2)) % T.uint32(2)),
+                    bars.ptr_to([z.unit_full + odd(units_done)]),
+                    odd(units_done // T.uint32(2)),
                 )
-                go = facts[T.Cast("int32", units_done % T.uint32(2)), TOKENS]
+                go = facts[odd(units_done), TOKENS]
 
     return paged_extend

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: F821
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """The producer of the extend kernel: copies the rows of a tile into its stage of a ring."""
 
@@ -14,6 +13,26 @@ from tilewright.schedules.spaces.cuda_extend_tiles import BLOCK, Tiles, place
 
 POOL, MIXED, NEW = range(3)
 """Where the keys of a tile are: all in the pool, or some, or all among the new rows."""
+
+
+def look_up(z: Tiles) -> Callable[..., None]:
+    """Statements that find the rows of a tile in their tensors: `ahead` gets those of other keys in each lane.
+
+    The tile begins at key `begin`; keys before `seen` and after `last` are not looked at, the next that is stands for
+    them. Keys below `prefix` are in the pool, by the page table; key j of others is row j + new_row of the new rows.
+    """
+
+    @T.inline
+    def find(ahead, begin, seen, last, prefix, new_row, req_to_token, table_row, column, lane, warp):
+        for i in T.unroll(z.held):
+            n: T.int32 = (i * 32 + lane) // z.turn * (4 * z.turn) + warp * z.turn + (i * 32 + lane) % z.turn
+            key: T.int32 = T.min(T.max(begin + n, seen), last)
+            if key < prefix:
+                ahead[i] = req_to_token[table_row, column + T.Cast("int64", key)]
+            else:
+                ahead[i] = key + new_row
+
+    return find
 
 
 def gather(z: Tiles, dim: int, source: int) -> Callable[..., None]:

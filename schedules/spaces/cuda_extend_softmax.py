@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: F821, E741
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
 """A consumer of the extend kernel between its products: the softmax of a tile's scores, and what a unit writes."""
 
@@ -43,7 +42,7 @@ from tilewright.schedules.spaces.cuda_extend_tiles import (
 from tilewright.schedules.vector_math import LOG2_E
 
 LAG = 8.0
-"""Binary digits by which a row's running maximum may stay behind with the decision `lazy`: sums grow by 2**8 at most."""
+"""Binary digits by which a row's running maximum may stay behind with `lazy`: sums grow by 2**8 at most."""
 
 
 def fold(z: Tiles) -> Callable[..., None]:

@@ -37,7 +37,7 @@ class Tiles:
         consumers, threads: warpgroups that multiply; threads of a CTA.
         few, many: registers of a thread of the producer and of a consumer.
         k_tile, v_tile, k_ring, v_ring, elements: of shared memory, in 16-bit elements: sizes, where rings begin, all.
-        share, turn, held: rows of a tile that a producer warp copies; how many next to each other; lookups a lane holds.
+        share, turn, held: rows of a tile that a producer warp copies, how many side by side, lookups a lane holds.
         q_full .. unit_empty, barriers: where the mbarriers of each kind begin, and how many there are.
     """
 
@@ -56,8 +56,8 @@ class Tiles:
         self.elements = self.v_ring + self.stages * self.v_tile
         self.share = self.keys // 4
         chunks = self.dim // 8
-        # A producer warp takes `turn` rows of every 4 * turn. Where that is what a pass of the warp copies, rows of a lane
-        # are a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
+        # A producer warp takes `turn` rows of every 4 * turn. Where that is what a pass of the warp copies, rows of a
+        # lane are a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
         self.turn = 32 // chunks if self.dim == self.dim_vo and 32 % chunks == 0 else self.share
         self.held = -(-self.share // 32)
         counts = [self.consumers, self.consumers, *[self.stages] * 4, 2, 2]
