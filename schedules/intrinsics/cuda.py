@@ -138,6 +138,27 @@ def copy_rows(
             T.evaluate(copy(to, addresses[i - begin]))
 
 
+shared_address = _function(
+    "tw_shared_address", "unsigned", "const void* p", "return (unsigned)__cvta_generic_to_shared(p);"
+)
+"""A pointer into shared memory as its 32-bit address there."""
+await_phase = _function(
+    "tw_await_phase",
+    "void",
+    "unsigned barrier, int parity",
+    "unsigned done; do { "
+    'asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"'
+    ' : "=r"(done) : "r"(barrier), "r"(parity) : "memory"); } while (!done);',
+)
+"""Wait for the end of the phase of this parity of an mbarrier at a shared address."""
+arrive_if = _function(
+    "tw_arrive_if",
+    "void",
+    "unsigned barrier, bool wanted",
+    'asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"'
+    ' :: "r"(barrier), "r"((unsigned)wanted) : "memory");',
+)
+"""Arrive at an mbarrier at a shared address, without a branch."""
 tile_address = _function(
     "tw_tile_address", "unsigned", "const void* p", "return ((unsigned)__cvta_generic_to_shared(p) & 0x3ffffu) >> 4;"
 )

@@ -24,8 +24,11 @@ from tilewright.schedules.intrinsics.cuda import (
     COPY_BATCH,
     PACK,
     address,
+    arrive_if,
+    await_phase,
     copy16,
     reread,
+    shared_address,
     shuffle,
     strided,
     tile_address,
@@ -48,9 +51,9 @@ from tilewright.schedules.paged_attention.definition import (
 from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather, look_up
 from tilewright.schedules.spaces.cuda_extend_softmax import fold, rescale, store
 from tilewright.schedules.spaces.cuda_extend_tiles import (
-    ALL_HI,
-    ALL_LO,
     BLOCK,
+    CLEAR_FROM,
+    CLEAR_TO,
     END,
     FACTS,
     FIRST,
@@ -291,9 +294,11 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), odd(units_done // T.uint32(2)) ^ 1)
                     if tx == 0:
                         facts[at, FIRST] = first
-                        # A tile that lies in (all_lo, all_hi] is seen whole by every row.
-                        facts[at, ALL_LO] = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
-                        facts[at, ALL_HI] = visible_bounds(pos, end, window, lookahead)[1]
+                        # Tiles from clear_from to before clear_to are seen whole by every row.
+                        facts[at, CLEAR_FROM] = (
+                            T.max(visible_bounds(pos + q_len - 1, end, window, lookahead)[0] - first + BN, 0) // BN
+                        )
+                        facts[at, CLEAR_TO] = T.max(visible_bounds(pos, end, window, lookahead)[1] + 1 - first, 0) // BN
                         facts[at, POSITION] = pos
                         facts[at, END] = end
                         facts[at, TILES] = tiles
@@ -364,6 +369,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             # The same in all lanes, as the compiler can see: what follows from it stays in uniform registers.
             cw: T.int32 = shuffle(tx // 128 - 1, 0)
             lane: T.int32 = tx % 32
+            barrier: T.uint32 = shared_address(bars.ptr_to([0]))
             row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
             plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
             factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
@@ -380,9 +386,7 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
             parity: T.int32 = 0
             v_slot: T.int32 = 0
             v_parity: T.int32 = 0
-            dq: T.uint32 = (
-                tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * BLOCK * 2 // 16)) + T.uint32(1 << 16)
-            )
+            dq: T.uint32 = tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * 8)) + T.uint32(1 << 16)
             dk: T.uint32 = tile_address(smem.ptr_to([z.k_ring])) + T.uint32(1 << 16)
             dv: T.uint32 = tile_address(smem.ptr_to([z.v_ring])) + T.uint32(KB << 16)
 
@@ -427,20 +431,22 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
 
             if z.pingpong and cw == 1:
                 T.ptx.bar.arrive(T.uint32(_TURNS), T.uint32(256))
-            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_full + 0]), 0)
+            await_phase(barrier + T.Cast("uint32", (z.unit_full + 0) * 8), 0)
             go: T.int32 = facts[0, TOKENS]
             while go > 0:
                 at: T.int32 = odd(units_done)
                 tiles: T.int32 = facts[at, TILES]
+                clear_from: T.int32 = facts[at, CLEAR_FROM]
+                clear_to: T.int32 = facts[at, CLEAR_TO]
                 for i in T.unroll(2):
                     m[i] = T.float32(float("-inf"))
                     l[i] = T.float32(0)
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
                 if tiles > 0:
-                    T.cuda.mbarrier_wait(bars.ptr_to([z.q_full + cw]), odd(queries_done))
+                    await_phase(barrier + T.Cast("uint32", (z.q_full + cw) * 8), odd(queries_done))
                     queries_done = queries_done + T.uint32(1)
-                    T.cuda.mbarrier_wait(bars.ptr_to([z.k_full + slot]), parity)
+                    await_phase(barrier + T.Cast("uint32", (z.k_full + slot) * 8), parity)
                     T.ptx.fence.proxy.async_.shared__cta()
                     if z.pingpong:
                         T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
@@ -449,21 +455,20 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     if z.pingpong:
                         T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
-                    if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.k_empty + slot]))
-                        if tiles == 1:
-                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
+                    arrive_if(barrier + T.Cast("uint32", (z.k_empty + slot) * 8), lane == 0)
+                    arrive_if(barrier + T.Cast("uint32", (z.q_empty + cw) * 8), T.And(lane == 0, tiles == 1))
                     parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                     slot = T.Select(slot == NST - 1, 0, slot + 1)
                     softmax(
-                        *(S, m, l, keep, 0, at, facts, row0, lane, plain, factor),
+                        *(S, m, l, keep, 0, at, facts, clear_from, clear_to),
+                        *(row0, lane, plain, factor),
                         (scale_log2, cap_log2, scale_over_cap, window, lookahead),
                     )
                     round_p()
                     for j in T.serial(tiles - 1):
                         # The values were asked for before these keys.
-                        T.cuda.mbarrier_wait(bars.ptr_to([z.k_full + slot]), parity)
-                        T.cuda.mbarrier_wait(bars.ptr_to([z.v_full + v_slot]), v_parity)
+                        await_phase(barrier + T.Cast("uint32", (z.k_full + slot) * 8), parity)
+                        await_phase(barrier + T.Cast("uint32", (z.v_full + v_slot) * 8), v_parity)
                         T.ptx.fence.proxy.async_.shared__cta()
                         if z.pingpong:
                             T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
@@ -473,24 +478,22 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                         if z.pingpong:
                             T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
-                        if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.k_empty + slot]))
-                            if j == tiles - 2:
-                                T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.q_empty + cw]))
+                        arrive_if(barrier + T.Cast("uint32", (z.k_empty + slot) * 8), lane == 0)
+                        arrive_if(barrier + T.Cast("uint32", (z.q_empty + cw) * 8), T.And(lane == 0, j == tiles - 2))
                         parity = T.Select(slot == NST - 1, parity ^ 1, parity)
                         slot = T.Select(slot == NST - 1, 0, slot + 1)
                         softmax(
-                            *(S, m, l, keep, j + 1, at, facts, row0, lane, plain, factor),
+                            *(S, m, l, keep, j + 1, at, facts, clear_from, clear_to),
+                            *(row0, lane, plain, factor),
                             (scale_log2, cap_log2, scale_over_cap, window, lookahead),
                         )
                         T.ptx.wgmma.wait_group.sync.aligned(0)
-                        if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.v_empty + v_slot]))
+                        arrive_if(barrier + T.Cast("uint32", (z.v_empty + v_slot) * 8), lane == 0)
                         v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
                         v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
                         scale_values(O, keep)
                         round_p()
-                    T.cuda.mbarrier_wait(bars.ptr_to([z.v_full + v_slot]), v_parity)
+                    await_phase(barrier + T.Cast("uint32", (z.v_full + v_slot) * 8), v_parity)
                     T.ptx.fence.proxy.async_.shared__cta()
                     if z.pingpong:
                         T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
@@ -499,17 +502,15 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     if z.pingpong:
                         T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
-                    if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.v_empty + v_slot]))
+                    arrive_if(barrier + T.Cast("uint32", (z.v_empty + v_slot) * 8), lane == 0)
                     v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
                     v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
                 write(*(O, m, l, at, facts, row0, lane, factor, sinks), *(out, lse, part_o, part_lse))
                 T.cuda.warp_sync()
-                if lane == 0:
-                    T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_empty + at]))
+                arrive_if(barrier + T.Cast("uint32", (z.unit_empty + at) * 8), lane == 0)
                 units_done = units_done + T.uint32(1)
-                T.cuda.mbarrier_wait(
-                    bars.ptr_to([z.unit_full + odd(units_done)]),
+                await_phase(
+                    barrier + T.Cast("uint32", (z.unit_full + odd(units_done)) * 8),
                     odd(units_done // T.uint32(2)),
                 )
                 go = facts[odd(units_done), TOKENS]

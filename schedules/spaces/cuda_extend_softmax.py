@@ -28,8 +28,6 @@ from tilewright.schedules.paged_attention.definition import (
     visible_bounds,
 )
 from tilewright.schedules.spaces.cuda_extend_tiles import (
-    ALL_HI,
-    ALL_LO,
     END,
     FIRST,
     HEAD,
@@ -53,12 +51,12 @@ def fold(z: Tiles) -> Callable[..., None]:
     NS, BN, G = z.keys // 2, z.keys, z.group
 
     @T.inline
-    def softmax(S, m, l, keep, j, unit, facts, row0, lane, plain, factor, options):
+    def softmax(S, m, l, keep, j, unit, facts, clear_from, clear_to, row0, lane, plain, factor, options):
         if T.Not(plain):
             for i in T.unroll(NS):
                 S[i] = score(S[i], options[0], options[1], options[2], tanh)
-        begin: T.int32 = facts[unit, FIRST] + j * BN
-        if T.Or(begin + (BN - 1) > facts[unit, ALL_HI], begin <= facts[unit, ALL_LO]):
+        if T.Or(j < clear_from, j >= clear_to):
+            begin: T.int32 = facts[unit, FIRST] + j * BN
             for h in T.unroll(2):
                 position: T.int32 = facts[unit, POSITION] + T.min((row0 + h * 8) // G, facts[unit, TOKENS] - 1)
                 lo: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[0]
@@ -67,22 +65,38 @@ def fold(z: Tiles) -> Callable[..., None]:
                     for e in T.unroll(2):
                         key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
                         S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
+        # Two chains a row, both rows at a time: one after the other the instructions would wait for each other.
+        top = T.alloc_local([4], "float32")
+        total = T.alloc_local([4], "float32")
+        shift = T.alloc_local([2], "float32")
         for h in T.unroll(2):
-            top: T.float32 = m[h]
-            for i in T.unroll(NS // 4):
-                for e in T.unroll(2):
-                    top = T.max(top, S[i * 4 + h * 2 + e])
-            top = quad_max(top)
+            top[h * 2] = T.max(m[h], S[h * 2])
+            top[h * 2 + 1] = S[h * 2 + 1]
+        for i in T.unroll(NS // 4 - 1):
+            for n in T.unroll(4):
+                top[n] = T.max(top[n], S[i * 4 + 4 + n])
+        for h in T.unroll(2):
+            top[h * 2] = quad_max(T.max(top[h * 2], top[h * 2 + 1]))
+        for h in T.unroll(2):
             if z.lazy:
-                top = T.Select((top - m[h]) * factor > T.float32(LAG), top, m[h])
-            shift: T.float32 = finite_or_zero(top) * factor
-            keep[h] = exp2(m[h] * factor - shift)
-            m[h] = top
-            l[h] = l[h] * keep[h]
-            for i in T.unroll(NS // 4):
-                for e in T.unroll(2):
-                    S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift)
-                    l[h] = l[h] + S[i * 4 + h * 2 + e]
+                top[h * 2 + 1] = T.Select((top[h * 2] - m[h]) * factor > T.float32(LAG), top[h * 2], m[h])
+                shift[h] = finite_or_zero(top[h * 2 + 1]) * factor
+                # Exactly 1 where nothing changes; the difference of two roundings would not be.
+                keep[h] = T.Select(top[h * 2 + 1] == m[h], T.float32(1), exp2(m[h] * factor - shift[h]))
+                m[h] = top[h * 2 + 1]
+            else:
+                shift[h] = finite_or_zero(top[h * 2]) * factor
+                keep[h] = exp2(m[h] * factor - shift[h])
+                m[h] = top[h * 2]
+        for n in T.unroll(4):
+            S[n] = exp2(S[n] * factor - shift[n // 2])
+            total[n] = S[n]
+        for i in T.unroll(NS // 4 - 1):
+            for n in T.unroll(4):
+                S[i * 4 + 4 + n] = exp2(S[i * 4 + 4 + n] * factor - shift[n // 2])
+                total[n] = total[n] + S[i * 4 + 4 + n]
+        for h in T.unroll(2):
+            l[h] = l[h] * keep[h] + (total[h * 2] + total[h * 2 + 1])
 
     return softmax
 

@@ -14,7 +14,7 @@ MULTIPROCESSORS = 132  # of the largest Hopper GPU: thread blocks of a persisten
 # Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
 _REGISTERS = {1: (56, 240), 2: (72, 216), 3: (56, 152)}
 # What consumers look up of a unit in shared memory.
-FIRST, ALL_LO, ALL_HI, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL = range(10)
+FIRST, CLEAR_FROM, CLEAR_TO, POSITION, END, TILES, TOKENS, ROW, HEAD, PARTIAL = range(10)
 FACTS = 12
 
 
