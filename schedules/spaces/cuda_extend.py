@@ -4,8 +4,8 @@
 
 The first warpgroup of a CTA gathers tiles of keys and values through the page table (or from the new rows) by cp.async
 into swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values
-and the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next scores
-are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
+and the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next
+scores are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
 the other's products. With `persistent` a CTA goes from unit to unit: keys and queries of the next are gathered while
 consumers finish the last. The algebra is the definition's (paged_attention/definition.py).
 
@@ -230,8 +230,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         bars = T.alloc_buffer((z.barriers,), "uint64", scope="shared", align=8)
         # What consumers must know of a unit: registers are scarce, they look it up where they need it.
         facts = T.alloc_buffer((2, FACTS), "int32", scope="shared", align=16)
-        # Address, stride from row to row and from head to head, in bytes, of k_buffer, v_buffer, k_new and v_new: held in
-        # registers they would not leave the producer enough of them.
+        # Address, stride from row to row and from head to head, in bytes, of k_buffer, v_buffer, k_new and v_new: held
+        # in registers they would not leave the producer enough of them.
         sources = T.alloc_buffer((4, 3), "int64", scope="shared", align=16)
         if tx == 0:
             sources[0, 0] = address(k_buffer.ptr_to([0, 0, 0]))
@@ -282,8 +282,8 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
                     end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
                     seen: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
                     last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
-                    # Tiles begin at whole tiles from the item's first key, wherever its rows begin to see: then a row is
-                    # added up in the same parts whatever rows and tensors it is worked on with.
+                    # Tiles begin at whole tiles from the item's first key, wherever its rows begin to see: then a row
+                    # is added up in the same parts whatever rows and tensors it is worked on with.
                     first: T.int32 = items[w, KV_BEGIN] + (seen - items[w, KV_BEGIN]) // BN * BN
                     tiles: T.int32 = T.Select(seen <= last, (last - first) // BN + 1, 0)
                     prefix: T.int32 = items[w, PREFIX]

@@ -56,15 +56,20 @@ def fold(z: Tiles) -> Callable[..., None]:
             for i in T.unroll(NS):
                 S[i] = score(S[i], options[0], options[1], options[2], tanh)
         if T.Or(j < clear_from, j >= clear_to):
-            begin: T.int32 = facts[unit, FIRST] + j * BN
+            # Bounds as offsets from the thread's first key; each is looked at only where it cuts into the tile.
+            begin: T.int32 = facts[unit, FIRST] + j * BN + (lane % 4) * 2
             for h in T.unroll(2):
                 position: T.int32 = facts[unit, POSITION] + T.min((row0 + h * 8) // G, facts[unit, TOKENS] - 1)
-                lo: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[0]
-                hi: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[1]
-                for i in T.unroll(NS // 4):
-                    for e in T.unroll(2):
-                        key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
-                        S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], key, lo, hi)
+                lo: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[0] - begin
+                hi: T.int32 = visible_bounds(position, facts[unit, END], options[3], options[4])[1] - begin
+                if j >= clear_to:
+                    for i in T.unroll(NS // 4):
+                        for e in T.unroll(2):
+                            S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], i * 8 + e, T.int32(-1), hi)
+                if j < clear_from:
+                    for i in T.unroll(NS // 4):
+                        for e in T.unroll(2):
+                            S[i * 4 + h * 2 + e] = masked(S[i * 4 + h * 2 + e], i * 8 + e, lo, T.int32(BN))
         # Two chains a row, both rows at a time: one after the other the instructions would wait for each other.
         top = T.alloc_local([4], "float32")
         total = T.alloc_local([4], "float32")
