@@ -195,8 +195,7 @@ def extend_attention(
         page_size: as in decode.
         out: as in decode, [T, Hq, Dv].
         return_lse: as in decode.
-        batch_invariant: also the same however the request was cut into chunks (on a GPU not that yet: its kernels take
-            the keys of the pool and new ones in tiles of their own).
+        batch_invariant: also the same however the request was cut into chunks.
         plan: of `plan_extend`, with the same causal and window.
 
     Returns:

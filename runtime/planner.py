@@ -29,6 +29,8 @@ MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial r
 # Split positions of the batch-invariant mode: multiples of so many keys (rounded up to whole blocks and chunks). Long
 # enough that merging is noise, short enough that one long context still feeds many threads.
 INVARIANT_SPLIT = 2048
+# The same for extend on GPUs, where a batch has many blocks of queries, and merging their states costs more.
+GPU_INVARIANT_SPLIT = 8192
 # A unit this many times smaller than a thread's share can be left to the end of the list without showing.
 FINE = 8
 # What a unit costs besides its keys (query rows in, output rows out), in keys.
@@ -272,7 +274,8 @@ def make_work(
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
-        fixed = round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
+        longest = GPU_INVARIANT_SPLIT if gpu else INVARIANT_SPLIT
+        fixed = round_up(max(longest, min_split), int(np.lcm(chunk, block_q)))
         base = low // fixed * fixed
         size = np.full_like(low, fixed)
         pieces = np.where(high > low, -(-(high - base) // fixed), 1)

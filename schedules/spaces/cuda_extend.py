@@ -5,9 +5,9 @@
 The first warpgroup of a CTA gathers tiles of keys and values through the page table (or from the new rows) by cp.async
 into swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values
 and the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next
-scores are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
-the other's products. With `persistent` a CTA goes from unit to unit: keys and queries of the next are gathered while
-consumers finish the last. The algebra is the definition's (paged_attention/definition.py).
+scores are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide
+behind the other's products. With `persistent` a CTA goes from unit to unit: keys and queries of the next are gathered
+while consumers finish the last. The algebra is the definition's (paged_attention/definition.py).
 
 Keys that no row of the item sees are never read: a tile repeats the first or last visible key in their place, with
 probability 0.
@@ -51,7 +51,6 @@ from tilewright.schedules.paged_attention.definition import (
 from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather, look_up
 from tilewright.schedules.spaces.cuda_extend_softmax import fold, rescale, store
 from tilewright.schedules.spaces.cuda_extend_tiles import (
-    BLOCK,
     CLEAR_FROM,
     CLEAR_TO,
     END,
