@@ -17,7 +17,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "write_kv": cuda_states.write_kv,
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
-_EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
+_EXTEND_DEFAULTS = ((192, 80, 2, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 _BUSY_WARPS = 4  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
 _SMALL = 1024  # bytes of shared memory beside the rings: barriers, and what the system takes of a CTA
 
