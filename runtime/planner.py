@@ -32,12 +32,17 @@ MERGE_COLUMNS = 4  # out row, first partial row, count, stride between partial r
 # Split positions of the batch-invariant mode: multiples of so many keys (rounded up to whole blocks and chunks). Long
 # enough that merging is noise, short enough that one long context still feeds many threads.
 INVARIANT_SPLIT = 2048
+# The same for extend on GPUs, where a batch has many blocks of queries, and merging their states costs more.
+GPU_INVARIANT_SPLIT = 8192
 # A unit this many times smaller than a thread's share can be left to the end of the list without showing.
 FINE = 8
 # What a unit costs besides its keys (query rows in, output rows out), in keys.
 UNIT_KEYS = 16
+# What another piece of a unit costs a GPU, in keys of its thread blocks: a state is written, read and merged.
+PIECE_KEYS = 400
 # Work lists whose longest thread has at most this multiple of the mean are good enough not to be split further.
 BALANCED = 1.1
+FULL_ROUNDS = 1.02  # the same on GPUs
 
 Ints = NDArray[np.int64]
 
@@ -181,10 +186,12 @@ def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu
     best = even_pieces(lengths, np.full_like(lengths, longest), tiling) if longest else _whole(lengths)
     if threads == 1 or not len(costs) or costs.max() <= mean / FINE:
         return best
+    if gpu:
+        return _fill_rounds(lengths, best, mean, tiling, num_kv_heads, threads)
 
     def busiest(size: Ints, counts: Ints) -> float:
         costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
-        return (makespan if gpu else _longest_thread)(costs, num_kv_heads, threads, mean)
+        return _longest_thread(costs, num_kv_heads, threads, mean)
 
     best_load = busiest(*best)
     share = 1
@@ -195,6 +202,37 @@ def _balance(lengths: Ints, tiling: Tiling, num_kv_heads: int, threads: int, gpu
         if load < best_load:
             best, best_load = pieces, load
         share *= 2
+    return best
+
+
+def _fill_rounds(
+    lengths: Ints, best: tuple[Ints, Ints], mean: float, tiling: Tiling, num_kv_heads: int, workers: int
+) -> tuple[Ints, Ints]:
+    """The same for a GPU, whose hundreds of workers take units in rounds: only the last round must come out even.
+
+    Whole blocks, as long as they fill rounds, and what is left in pieces that fill a few short rounds more; or all in
+    pieces of at most a share of a worker's work.
+    """
+
+    def load(size: Ints, counts: Ints) -> float:
+        costs = _piece_lengths(lengths, size, counts) + UNIT_KEYS
+        pieces = int(counts[counts > 1].sum()) * num_kv_heads
+        return makespan(costs, num_kv_heads, workers, mean) + pieces * PIECE_KEYS / workers
+
+    best_load = load(*best)
+    if best_load <= mean * FULL_ROUNDS:
+        return best
+    order = np.argsort(-lengths, kind="stable")
+    rounds = len(lengths) * num_kv_heads // workers
+    for kept in {rounds * workers // num_kv_heads, max(rounds - 1, 0) * workers // num_kv_heads, 0}:
+        rest = order[kept:]
+        left = float((lengths[rest] + UNIT_KEYS).sum()) * num_kv_heads / workers
+        for parts in (1, 2, 3, 4, 6, 8):
+            limit = np.full_like(lengths, max(int(lengths.max()), 1))
+            limit[rest] = max(int(left / parts), 1)
+            pieces = even_pieces(lengths, limit, tiling)
+            if (found := load(*pieces)) < best_load:
+                best, best_load = pieces, found
     return best
 
 
@@ -243,7 +281,8 @@ def make_work(
 
     if batch_invariant:
         # A multiple of block_q, so that all rows of a block end in the same piece and take the same way.
-        fixed = round_up(max(INVARIANT_SPLIT, min_split), int(np.lcm(chunk, block_q)))
+        longest = GPU_INVARIANT_SPLIT if gpu else INVARIANT_SPLIT
+        fixed = round_up(max(longest, min_split), int(np.lcm(chunk, block_q)))
         base = low // fixed * fixed
         size = np.full_like(low, fixed)
         pieces = np.where(high > low, -(-(high - base) // fixed), 1)

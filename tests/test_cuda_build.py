@@ -113,6 +113,8 @@ def test_machine_code_is_what_was_meant(kernels, target):
             # Scores and values, in the loop and once before and after it.
             assert count["HGMMA"] == 2 * (dims[0] // 16 + keys // 16) and count["HMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 2, workload.name
+            # A wait for each group of products; one after each product means that the compiler has serialised them.
+            assert sum(name.startswith("WARPGROUP.DEPBAR") for name in kernel.instructions) == 4, workload.name
         elif workload.operator == "merge":
             assert (count["ACQBULK"] > 0) is (target == "cuda-sm90a"), "waits for the kernel before"
         else:

@@ -19,7 +19,15 @@ def strided(shape: tuple[tirx.Expr | int, ...], strides: tuple[tirx.Expr | int, 
 
 def _function(name: str, result: str, parameters: str, body: str) -> Callable[..., tirx.Expr]:
     source = f"__forceinline__ __device__ {result} {name}({parameters}) {{ {body} }}"
-    types = {"float": "float32", "unsigned": "uint32", "int": "int32", "long long": "int64", "void": "void"}
+    types = {
+        "float": "float32",
+        "unsigned": "uint32",
+        "unsigned long long": "uint64",
+        "int": "int32",
+        "long long": "int64",
+        "void": "void",
+        "void*": "handle",
+    }
 
     def call(*arguments: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(name, *arguments, source_code=source, return_type=types[result])
@@ -73,6 +81,10 @@ warp_sum = _function(
     "for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(0xffffffffu, x, i); return x;",
 )
 """Sum over a warp."""
+any_lane = _function("tw_any_lane", "int", "bool x", "return __any_sync(0xffffffffu, x);")
+"""Whether any lane of the warp has it: an int32, 0 = none."""
+reread = _function("tw_reread", "int", "int x", 'asm volatile("" : "+r"(x)); return x;')
+"""The same int32, of which the compiler knows nothing: what follows from it is worked out here, not kept since before."""
 shuffle = _function("tw_shuffle", "int", "int x, int lane", "return __shfl_sync(0xffffffffu, x, lane);")
 """Another lane's int32."""
 
@@ -107,6 +119,8 @@ copy_bulk = _function(
 barrier as bytes. The L2 cache gives them up first."""
 address = _function("tw_address", "long long", "const void* p", "return (long long)p;")
 """A pointer as an int64."""
+moved = _function("tw_moved", "void*", "void* p, int bytes", "return (char*)p + bytes;")
+"""A pointer so many bytes farther."""
 copy_row16 = _function(
     "tw_copy_row16",
     "void",
@@ -120,7 +134,7 @@ _row_address = _function(
     "tw_row_address",
     "void",
     "void* p, long long first, long long stride, int row",
-    'long long x = first + row * stride; asm volatile("" : "+l"(x) :: "memory"); *(long long*)p = x;',
+    'long long x = first + (long long)((unsigned long long)(unsigned)row * (unsigned long long)stride); asm volatile("" : "+l"(x) :: "memory"); *(long long*)p = x;',
 )
 
 
@@ -146,6 +160,35 @@ def copy_rows(
             T.evaluate(copy(to, addresses[i - begin]))
 
 
+shared_address = _function(
+    "tw_shared_address", "unsigned", "const void* p", "return (unsigned)__cvta_generic_to_shared(p);"
+)
+"""A pointer into shared memory as its 32-bit address there."""
+await_phase = _function(
+    "tw_await_phase",
+    "void",
+    "unsigned barrier, int parity",
+    "unsigned done; do { "
+    'asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"'
+    ' : "=r"(done) : "r"(barrier), "r"(parity) : "memory"); } while (!done);',
+)
+"""Wait for the end of the phase of this parity of an mbarrier at a shared address."""
+arrive_if = _function(
+    "tw_arrive_if",
+    "void",
+    "unsigned barrier, bool wanted",
+    'asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"'
+    ' :: "r"(barrier), "r"((unsigned)wanted) : "memory");',
+)
+"""Arrive at an mbarrier at a shared address, without a branch."""
+tile_address = _function(
+    "tw_tile_address", "unsigned", "const void* p", "return ((unsigned)__cvta_generic_to_shared(p) & 0x3ffffu) >> 4;"
+)
+"""A place in shared memory as the descriptors of wgmma hold it: in 16 bytes."""
+tile_descriptor = _function(
+    "tw_tile_descriptor", "unsigned long long", "unsigned low", "return 0x4000004000000000ull | low;"
+)
+"""The descriptor of a tile of rows of 128 bytes, swizzled, from its low word: tile_address and the leading offset << 16."""
 let_next_start = _function("tw_let_next_start", "void", "", 'asm volatile("griddepcontrol.launch_dependents;");')
 """The next kernel may be put on the GPU beside this one, if it was launched so; it still waits for all of this one."""
 await_previous = _function("tw_await_previous", "void", "", 'asm volatile("griddepcontrol.wait;" ::: "memory");')

@@ -1,16 +1,16 @@
 # mypy: ignore-errors
-# ruff: noqa: F821, E501
 # (TVMScript is parsed from its text, not run: its names and annotations are not Python's.)
-"""Paged extend on Hopper: one CTA a work item and KV head, warpgroup products (wgmma) over gathered tiles.
+"""Paged extend on Hopper: units of a work item and KV head, warpgroup products (wgmma) over gathered tiles.
 
-The first warpgroup gathers tiles of keys and values through the page table (or from the new rows) by cp.async into
-swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values and
-the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next scores
-are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide behind
-the other's products. The algebra is the definition's (paged_attention/definition.py).
+The first warpgroup of a CTA gathers tiles of keys and values through the page table (or from the new rows) by cp.async
+into swizzled rings in shared memory; every other one owns 64 rows (query tokens times group) and keeps scores, values
+and the softmax state in registers. Rings are handed over by mbarriers. While one product of values runs, the next
+scores are on their way; with `pingpong` two consumers take turns at the tensor cores so that one's exponentials hide
+behind the other's products. With `persistent` a CTA goes from unit to unit: keys and queries of the next are gathered
+while consumers finish the last. The algebra is the definition's (paged_attention/definition.py).
 
-Keys that no row of the item sees are never read: the item's range is cut to the visible one, and what a tile has
-beyond it repeats the last visible key with probability 0.
+Keys that no row of the item sees are never read: a tile repeats the first or last visible key in their place, with
+probability 0.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ from tilewright.schedules.intrinsics.cuda import (
     COPY_BATCH,
     PACK,
     address,
+    arrive_if,
+    await_phase,
     copy16,
-    copy_row16,
-    copy_rows,
-    exp2,
-    log2,
-    quad_max,
-    quad_sum,
+    reread,
+    shared_address,
     shuffle,
-    store_two,
-    store_word,
     strided,
-    tanh,
+    tile_address,
+    tile_descriptor,
 )
 from tilewright.schedules.paged_attention.definition import (
     ITEM_COLUMNS,
@@ -49,52 +46,37 @@ from tilewright.schedules.paged_attention.definition import (
     Q_ROW,
     REQUEST,
     TVM_DTYPE,
-    finite_or_zero,
-    masked,
-    natural_lse,
-    normaliser,
-    score,
     visible_bounds,
 )
-from tilewright.schedules.vector_math import LOG2_E
+from tilewright.schedules.spaces.cuda_extend_gather import MIXED, NEW, POOL, gather, look_up
+from tilewright.schedules.spaces.cuda_extend_softmax import fold, rescale, store
+from tilewright.schedules.spaces.cuda_extend_tiles import (
+    CLEAR_FROM,
+    CLEAR_TO,
+    END,
+    FACTS,
+    FIRST,
+    HEAD,
+    MULTIPROCESSORS,
+    PARTIAL,
+    POSITION,
+    ROW,
+    ROWS,
+    TILES,
+    TOKENS,
+    Tiles,
+    place,
+)
 from tilewright.schedules.workload import Workload
 
-ROWS = 64  # of a consumer warpgroup: the height of one wgmma
-BLOCK = 64  # columns of a swizzled block: 128 bytes
 _WGMMA_TYPE = {"bf16": "bf16", "fp16": "f16"}
-# Registers a thread (producer, consumer) by number of consumers: setmaxnreg deals out what the CTA starts with.
-_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (40, 152)}
+# Barriers of `pingpong`, one for each consumer's turn; 1 + n is the consumers' own.
+_TURNS = 4
 
 
-def padded(dim: int) -> int:
-    """Columns of a row in shared memory: whole blocks."""
-    return -(-dim // BLOCK) * BLOCK
-
-
-def place(row: tirx.Expr, chunk: tirx.Expr, rows: int) -> tirx.Expr:
-    """Where the 16-byte chunk of a row lies in a tile of `rows` rows, in elements: swizzled as wgmma reads it."""
-    return (chunk // 8) * (rows * BLOCK) + row * BLOCK + ((chunk % 8) ^ (row % 8)) * 8
-
-
-def shared_elements(workload: Workload, rows: int, keys: int, stages: int) -> int:
-    """Elements of 16 bits in shared memory."""
-    dim, dim_vo = padded(workload.head_dim_qk), padded(workload.head_dim_vo)
-    return rows * dim + stages * keys * (dim + dim_vo)
-
-
-def copies_evenly(workload: Workload, keys: int) -> bool:
-    """Whether the chunks of a tile's rows go round among the producer's lanes."""
-    return all(keys // 4 * (dim // 8) % 32 == 0 for dim in (workload.head_dim_qk, workload.head_dim_vo))
-
-
-def registers(workload: Workload, keys: int) -> int:
-    """Estimate of a consumer thread's registers: scores, values, packed probabilities, state and addresses."""
-    return keys // 2 + workload.head_dim_vo // 2 + keys // 4 + 28
-
-
-def most_registers(rows: int) -> int:
-    """What a consumer thread has."""
-    return _REGISTERS[rows // ROWS][1]
+def odd(number: tirx.Expr) -> tirx.Expr:
+    """0 or 1 as an int32: the phase of a barrier, the half of a pair."""
+    return T.Cast("int32", number % T.uint32(2))
 
 
 def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
@@ -102,29 +84,20 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
 
     Args:
         workload: operator "paged_extend", 16-bit, head dims multiples of 16 and at most 256.
-        decisions: `rows` of an item (64 a consumer), `keys` of a tile, `stages` of the rings, `pingpong`.
+        decisions: `rows` of an item (64 a consumer), `keys` of a tile, `stages` of the rings, `pingpong`, `persistent`,
+            and `lazy`: whether values are scaled anew only where a row's maximum has grown by a lot.
     """
-    G, D, Dv = workload.group, workload.head_dim_qk, workload.head_dim_vo
-    BM, BN, NST, PP = decisions["rows"], decisions["keys"], decisions["stages"], bool(decisions["pingpong"])
-    NC = BM // ROWS
+    z = Tiles(workload, decisions)
+    G, D, Dv, BM, BN = z.group, z.dim, z.dim_vo, z.rows, z.keys
+    NC, NST, CTAS = z.consumers, z.stages, MULTIPROCESSORS
     dtype, pack, kind = TVM_DTYPE[workload.dtype], PACK[workload.dtype], _WGMMA_TYPE[workload.dtype]
-    THREADS = 128 * (NC + 1)
-    FEW, MANY = _REGISTERS[NC]
     NS, NO = BN // 2, Dv // 2  # accumulator registers of a thread
-    KD, VD = padded(D), padded(Dv)
-    KO, VO = BM * KD, BM * KD + NST * BN * KD  # where the rings begin
-    TOTAL = shared_elements(workload, BM, BN, NST)
     QB, KB = BM * 8, BN * 8  # 16-byte units from one block of columns to the next
-    KC, VC = D // 8, Dv // 8  # 16-byte chunks of a row
-    SHARE = BN // 4  # rows of a tile that a producer warp copies
-    HOLD = -(-SHARE // 32)
-    KI, VI = SHARE * KC // 32, SHARE * VC // 32  # chunks a producer thread copies
-    # A producer warp takes TURN rows of every 4 * TURN. Where that is what a pass of the warp copies, rows of a lane are
-    # a multiple of eight apart, so that all its chunks have one swizzle and cost no registers.
-    TURN = 32 // KC if KC == VC and 32 % KC == 0 else SHARE
+    KC = D // 8  # 16-byte chunks of a row
     mma_s = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
     mma_o = f"wgmma.mma_async.sync.aligned.m64n{Dv}k16.f32.{kind}.{kind}"
-    NEG = float("-inf")
+    find, gather_k, gather_v = look_up(z), gather(z, D, 0), gather(z, Dv, 1)
+    softmax, scale_values, write = fold(z), rescale(z), store(z, workload.dtype)
 
     @T.prim_func
     def paged_extend(
@@ -250,316 +223,295 @@ def extend(workload: Workload, decisions: Mapping[str, int]) -> tirx.PrimFunc:
         part_o = T.match_buffer(part_o_, (partials, heads * G, Dv), "float32", align=16)
         part_lse = T.match_buffer(part_lse_, (partials, heads * G), "float32", align=4)
         T.device_entry()
-        hk, w = T.cta_id([T.Cast("int32", heads), T.Cast("int32", W)])
-        tx = T.thread_id([THREADS])
-        smem = T.alloc_buffer((TOTAL,), dtype, scope="shared.dyn", align=1024)
-        k_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        k_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        v_full = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        v_empty = T.alloc_buffer((NST,), "uint64", scope="shared", align=8)
-        # Address and stride of the pool's keys, of its values, of the new keys, of the new values, in bytes. They are
-        # looked up for every tile: held in registers they would not leave the producer enough of them.
-        sources = T.alloc_buffer((8,), "int64", scope="shared", align=16)
-        if items[w, Q_LEN] > 0:
-            q_row: T.int32 = items[w, Q_ROW]
-            q_len: T.int32 = items[w, Q_LEN]
-            part: T.int32 = items[w, PART]
-            pos: T.int32 = items[w, POS]
-            end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
-            first: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
-            last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
-            # A tile that lies in (all_lo, all_hi] is seen whole by every row.
-            all_lo: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[0]
-            all_hi: T.int32 = visible_bounds(pos, end, window, lookahead)[1]
-            # Keys of the pool and new keys have tiles of their own: a tile comes from one tensor.
-            split: T.int32 = T.max(first, T.min(items[w, PREFIX], last + 1))
-            old_tiles: T.int32 = (split - first + (BN - 1)) // BN
-            tiles: T.int32 = old_tiles + (T.max(last + 1 - split, 0) + (BN - 1)) // BN
+        cta = T.cta_id([CTAS if z.persistent else T.Cast("int32", heads) * T.Cast("int32", W)])
+        tx = T.thread_id([z.threads])
+        smem = T.alloc_buffer((z.elements,), dtype, scope="shared.dyn", align=1024)
+        bars = T.alloc_buffer((z.barriers,), "uint64", scope="shared", align=8)
+        # What consumers must know of a unit: registers are scarce, they look it up where they need it.
+        facts = T.alloc_buffer((2, FACTS), "int32", scope="shared", align=16)
+        # Address, stride from row to row and from head to head, in bytes, of k_buffer, v_buffer, k_new and v_new: held
+        # in registers they would not leave the producer enough of them.
+        sources = T.alloc_buffer((4, 3), "int64", scope="shared", align=16)
+        if tx == 0:
+            sources[0, 0] = address(k_buffer.ptr_to([0, 0, 0]))
+            sources[0, 1] = k0 * 2
+            sources[0, 2] = k1 * 2
+            sources[1, 0] = address(v_buffer.ptr_to([0, 0, 0]))
+            sources[1, 1] = v0 * 2
+            sources[1, 2] = v1 * 2
+            sources[2, 0] = address(k_new.ptr_to([0, 0, 0]))
+            sources[2, 1] = kn0 * 2
+            sources[2, 2] = kn1 * 2
+            sources[3, 0] = address(v_new.ptr_to([0, 0, 0]))
+            sources[3, 1] = vn0 * 2
+            sources[3, 2] = vn1 * 2
+            for i in T.unroll(NC):
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.q_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.q_empty + i]), T.uint32(4))
+            for i in T.unroll(NST):
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.k_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.k_empty + i]), T.uint32(4 * NC))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.v_full + i]), T.uint32(128))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.v_empty + i]), T.uint32(4 * NC))
+            for i in T.unroll(2):
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.unit_full + i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([z.unit_empty + i]), T.uint32(4 * NC))
+        T.ptx.fence.proxy.async_.shared__cta()
+        T.cuda.cta_sync()
+        if tx < 128:
+            T.ptx["setmaxnreg.dec.sync.aligned.u32"](z.few)
+            units: T.int32 = T.Cast("int32", heads) * T.Cast("int32", W)
+            tiles_done: T.uint32 = T.uint32(0)
+            units_done: T.uint32 = T.uint32(0)
+            queries_done: T.uint32 = T.uint32(0)
+            lane: T.int32 = tx % 32
+            warp: T.int32 = tx // 32
+            held = T.alloc_local([z.held], "int32")
+            ahead = T.alloc_local([z.held], "int32")
+            rows = T.alloc_local([max(z.passes(D), z.passes(Dv))], "int32")
+            addresses = T.alloc_local([COPY_BATCH], "int64")
+            for turn in T.serial((units + (CTAS - 1)) // CTAS if z.persistent else 1):
+                # There and back again: lists are sorted by cost, so that every block gets as much as the others.
+                unit: T.int32 = turn * CTAS + T.Select(turn % 2 == 0, cta, CTAS - 1 - cta) if z.persistent else cta
+                w: T.int32 = T.min(unit, units - 1) // T.Cast("int32", heads)
+                hk: T.int32 = T.min(unit, units - 1) % T.Cast("int32", heads)
+                if T.And(unit < units, items[w, Q_LEN] > 0):
+                    q_len: T.int32 = items[w, Q_LEN]
+                    pos: T.int32 = items[w, POS]
+                    end: T.int32 = items[w, KV_BEGIN] + items[w, KV_LEN]
+                    seen: T.int32 = T.max(items[w, KV_BEGIN], visible_bounds(pos, end, window, lookahead)[0] + 1)
+                    last: T.int32 = visible_bounds(pos + q_len - 1, end, window, lookahead)[1]
+                    # Tiles begin at whole tiles from the item's first key, wherever its rows begin to see: then a row
+                    # is added up in the same parts whatever rows and tensors it is worked on with.
+                    first: T.int32 = items[w, KV_BEGIN] + (seen - items[w, KV_BEGIN]) // BN * BN
+                    tiles: T.int32 = T.Select(seen <= last, (last - first) // BN + 1, 0)
+                    prefix: T.int32 = items[w, PREFIX]
+                    new_row: T.int32 = items[w, NEW_ROW]
+                    table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
+                    column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
+                    at: T.int32 = odd(units_done)
+                    T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), odd(units_done // T.uint32(2)) ^ 1)
+                    if tx == 0:
+                        facts[at, FIRST] = first
+                        # Tiles from clear_from to before clear_to are seen whole by every row.
+                        facts[at, CLEAR_FROM] = (
+                            T.max(visible_bounds(pos + q_len - 1, end, window, lookahead)[0] - first + BN, 0) // BN
+                        )
+                        facts[at, CLEAR_TO] = T.max(visible_bounds(pos, end, window, lookahead)[1] + 1 - first, 0) // BN
+                        facts[at, POSITION] = pos
+                        facts[at, END] = end
+                        facts[at, TILES] = tiles
+                        facts[at, TOKENS] = q_len
+                        facts[at, ROW] = items[w, Q_ROW]
+                        facts[at, HEAD] = hk
+                        facts[at, PARTIAL] = items[w, PART]
+                        T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
+
+                    units_done = units_done + T.uint32(1)
+                    if tiles > 0:
+                        find(
+                            *(ahead, first, seen, last, prefix, new_row),
+                            *(req_to_token, table_row, column, lane, warp),
+                        )
+                    for j in T.serial(tiles):
+                        slot: T.int32 = T.Cast("int32", tiles_done % T.uint32(NST))
+                        parity: T.int32 = odd(tiles_done // T.uint32(NST)) ^ 1
+                        begin: T.int32 = first + j * BN
+                        kind: T.int32 = T.Select(
+                            T.min(begin + (BN - 1), last) < prefix,
+                            POOL,
+                            T.Select(T.max(begin, seen) < prefix, MIXED, NEW),
+                        )
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.k_empty + slot]), parity)
+                        for i in T.unroll(z.held):
+                            held[i] = ahead[i]
+                        gather_k(
+                            *(smem.ptr_to([z.k_ring + slot * z.k_tile]), kind, prefix - begin),
+                            *(sources, hk, held, rows, addresses, lane, warp),
+                        )
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.k_full + slot]))
+                        if j == 0:
+                            # The queries follow the first keys, which find room before the last unit is done with its.
+                            for cw in T.serial(NC):
+                                T.cuda.mbarrier_wait(bars.ptr_to([z.q_empty + cw]), odd(queries_done) ^ 1)
+                                thread: T.int32 = reread(tx)
+                                for i in T.serial(ROWS * KC // 128):
+                                    r: T.int32 = cw * ROWS + (i * 128 + thread) // KC
+                                    c: T.int32 = (i * 128 + thread) % KC
+                                    copy16(
+                                        smem.ptr_to([place(r, c, BM)]),
+                                        q.ptr_to([items[w, Q_ROW] + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
+                                    )
+                                T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.q_full + cw]))
+                            queries_done = queries_done + T.uint32(1)
+                        if j + 1 < tiles:
+                            find(
+                                *(ahead, begin + BN, seen, last, prefix, new_row),
+                                *(req_to_token, table_row, column, lane, warp),
+                            )
+                        T.cuda.mbarrier_wait(bars.ptr_to([z.v_empty + slot]), parity)
+                        gather_v(
+                            *(smem.ptr_to([z.v_ring + slot * z.v_tile]), kind, prefix - begin),
+                            *(sources, hk, held, rows, addresses, lane, warp),
+                        )
+                        T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(bars.ptr_to([z.v_full + slot]))
+                        tiles_done = tiles_done + T.uint32(1)
+            at: T.int32 = odd(units_done)
+            T.cuda.mbarrier_wait(bars.ptr_to([z.unit_empty + at]), odd(units_done // T.uint32(2)) ^ 1)
             if tx == 0:
-                sources[0] = address(k_buffer.ptr_to([0, hk, 0]))
-                sources[1] = k0 * 2
-                sources[2] = address(v_buffer.ptr_to([0, hk, 0]))
-                sources[3] = v0 * 2
-                sources[4] = address(k_new.ptr_to([0, hk, 0]))
-                sources[5] = kn0 * 2
-                sources[6] = address(v_new.ptr_to([0, hk, 0]))
-                sources[7] = vn0 * 2
-                for i in T.unroll(NST):
-                    T.ptx.mbarrier.init.shared.b64(k_full.ptr_to([i]), T.uint32(128))
-                    T.ptx.mbarrier.init.shared.b64(k_empty.ptr_to([i]), T.uint32(4 * NC))
-                    T.ptx.mbarrier.init.shared.b64(v_full.ptr_to([i]), T.uint32(128))
-                    T.ptx.mbarrier.init.shared.b64(v_empty.ptr_to([i]), T.uint32(4 * NC))
-            T.ptx.fence.proxy.async_.shared__cta()
-            T.cuda.cta_sync()
-            if tx < 128:
-                T.ptx["setmaxnreg.dec.sync.aligned.u32"](FEW)
-                table_row: T.int64 = T.Cast("int64", req_pool_indices[items[w, REQUEST]])
-                column: T.int64 = T.Cast("int64", kv_start[items[w, REQUEST]])
-                new_row: T.int32 = items[w, NEW_ROW]
-                lane: T.int32 = tx % 32
-                warp: T.int32 = tx // 32
-                home: T.int32 = warp * TURN + lane // KC  # the lane's row in its first pass
-                held = T.alloc_local([HOLD], "int32")
-                rows = T.alloc_local([max(KI, VI)], "int32")
-                addresses = T.alloc_local([COPY_BATCH], "int64")
-                start: T.int64
-                stride: T.int64
+                facts[at, TOKENS] = 0
+                T.ptx.mbarrier.arrive.shared.b64(bars.ptr_to([z.unit_full + at]))
+            T.ptx.cp.async_.wait_group(0)
+        else:
+            T.ptx["setmaxnreg.inc.sync.aligned.u32"](z.many)
+            tid: T.int32 = tx % 128
+            # The same in all lanes, as the compiler can see: what follows from it stays in uniform registers.
+            cw: T.int32 = shuffle(tx // 128 - 1, 0)
+            lane: T.int32 = tx % 32
+            barrier: T.uint32 = shared_address(bars.ptr_to([0]))
+            row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
+            plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
+            factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
+            S = T.alloc_local([NS], "float32")
+            O = T.alloc_local([NO], "float32")
+            P = T.alloc_local([BN // 4], "uint32")
+            m = T.alloc_local([2], "float32")
+            l = T.alloc_local([2], "float32")
+            keep = T.alloc_local([2], "float32")
+            units_done: T.uint32 = T.uint32(0)
+            queries_done: T.uint32 = T.uint32(0)
+            # Of the keys' ring: next tile's stage and how often it was gone through, and the same of the values'.
+            slot: T.int32 = 0
+            parity: T.int32 = 0
+            v_slot: T.int32 = 0
+            v_parity: T.int32 = 0
+            dq: T.uint32 = tile_address(smem.ptr_to([0])) + T.Cast("uint32", cw * (ROWS * 8)) + T.uint32(1 << 16)
+            dk: T.uint32 = tile_address(smem.ptr_to([z.k_ring])) + T.uint32(1 << 16)
+            dv: T.uint32 = tile_address(smem.ptr_to([z.v_ring])) + T.uint32(KB << 16)
 
-                @T.inline
-                def look_up(j):
-                    # Each lane holds the row in the tensors of other keys of the warp.
-                    for i in T.unroll(HOLD):
-                        n: T.int32 = (i * 32 + lane) // TURN * (4 * TURN) + warp * TURN + (i * 32 + lane) % TURN
-                        if j < old_tiles:
-                            held[i] = req_to_token[
-                                table_row, column + T.Cast("int64", T.min(first + j * BN + n, split - 1))
-                            ]
-                        else:
-                            held[i] = T.min(split + (j - old_tiles) * BN + n, last) + new_row
-
-                if tiles > 0:
-                    look_up(0)
-                for j in T.serial(tiles):
-                    # All rows before the first copy: a shuffle between copies would make each wait for the one before.
-                    for i in T.unroll(KI):
-                        if TURN < SHARE:
-                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // KC)
-                        else:
-                            rows[i] = shuffle(held[i * 32 // KC // 32], (i * 32 + lane) // KC % 32)
-                    T.cuda.mbarrier_wait(k_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
-                    start = sources[T.Select(j < old_tiles, 0, 4)]
-                    stride = sources[T.Select(j < old_tiles, 1, 5)]
-                    if TURN < SHARE:
-                        copy_rows(
-                            4 * TURN * BLOCK * 2,
-                            smem.ptr_to([KO + (j % NST) * (BN * KD) + place(home, lane % KC, BN)]),
-                            start + T.Cast("int64", lane % KC * 16),
-                            stride,
-                            [rows[i] for i in range(KI)],
-                            addresses,
-                        )
-                    else:
-                        for i in T.unroll(KI):
-                            n: T.int32 = (i * 32 + lane) // KC
-                            c: T.int32 = (i * 32 + lane) % KC
-                            copy_row16(
-                                smem.ptr_to([KO + (j % NST) * (BN * KD) + place(warp * SHARE + n, c, BN)]),
-                                start,
-                                stride,
-                                rows[i],
-                                c * 16,
-                            )
-                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(k_full.ptr_to([j % NST]))
-                    # Once more, not kept: the copies of K would have too few registers.
-                    for i in T.unroll(VI):
-                        if TURN < SHARE:
-                            rows[i] = shuffle(held[i * TURN // 32], i * TURN % 32 + lane // VC)
-                        else:
-                            rows[i] = shuffle(held[i * 32 // VC // 32], (i * 32 + lane) // VC % 32)
-                    if j + 1 < tiles:
-                        look_up(j + 1)
-                    T.cuda.mbarrier_wait(v_empty.ptr_to([j % NST]), ((j // NST) % 2) ^ 1)
-                    start = sources[T.Select(j < old_tiles, 2, 6)]
-                    stride = sources[T.Select(j < old_tiles, 3, 7)]
-                    if TURN < SHARE:
-                        copy_rows(
-                            4 * TURN * BLOCK * 2,
-                            smem.ptr_to([VO + (j % NST) * (BN * VD) + place(home, lane % VC, BN)]),
-                            start + T.Cast("int64", lane % VC * 16),
-                            stride,
-                            [rows[i] for i in range(KI)],
-                            addresses,
-                        )
-                    else:
-                        for i in T.unroll(VI):
-                            n: T.int32 = (i * 32 + lane) // VC
-                            c: T.int32 = (i * 32 + lane) % VC
-                            copy_row16(
-                                smem.ptr_to([VO + (j % NST) * (BN * VD) + place(warp * SHARE + n, c, BN)]),
-                                start,
-                                stride,
-                                rows[i],
-                                c * 16,
-                            )
-                    T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64(v_full.ptr_to([j % NST]))
-                T.ptx.cp.async_.wait_group(0)
-            else:
-                T.ptx["setmaxnreg.inc.sync.aligned.u32"](MANY)
-                tid: T.int32 = tx % 128
-                cw: T.int32 = tx // 128 - 1
-                lane: T.int32 = tx % 32
-                for i in T.unroll(ROWS * KC // 128):
-                    r: T.int32 = cw * ROWS + (i * 128 + tid) // KC
-                    c: T.int32 = (i * 128 + tid) % KC
-                    copy16(
-                        smem.ptr_to([place(r, c, BM)]),
-                        q.ptr_to([q_row + T.min(r // G, q_len - 1), hk * G + r % G, c * 8]),
+            @T.inline
+            def gemm_s(slot):
+                for kk in T.unroll(D // 16):
+                    T.ptx[mma_s](
+                        *[S[i] for i in range(NS)],
+                        tile_descriptor(dq + T.uint32((kk // 4) * QB + (kk % 4) * 2)),
+                        tile_descriptor(
+                            dk + T.Cast("uint32", slot * (z.k_tile * 2 // 16)) + T.uint32((kk // 4) * KB + (kk % 4) * 2)
+                        ),
+                        kk != 0,
+                        1,
+                        1,
+                        0,
+                        0,
                     )
-                T.ptx.cp.async_.wait_all()
-                T.ptx.fence.proxy.async_.shared__cta()
-                T.ptx.bar.sync(T.Cast("uint32", 1 + cw), T.uint32(128))
-                plain: T.bool = T.And(cap_log2 <= T.float32(0), scale_log2 > T.float32(0))
-                factor: T.float32 = T.Select(plain, scale_log2, T.float32(1))
-                S = T.alloc_local([NS], "float32")
-                O = T.alloc_local([NO], "float32")
-                P = T.alloc_local([BN // 4], "uint32")
-                m = T.alloc_local([2], "float32")
-                l = T.alloc_local([2], "float32")
-                keep = T.alloc_local([2], "float32")
-                top = T.alloc_local([2], "float32")
-                shift = T.alloc_local([2], "float32")
-                dq: T.uint64
-                dk: T.uint64
-                dv: T.uint64
-                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dq), smem.ptr_to([cw * (ROWS * 64)]), 1, 64, 3)
-                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dk), smem.ptr_to([KO]), 1, 64, 3)
-                T.cuda.wgmma.encode_matrix_descriptor(T.address_of(dv), smem.ptr_to([VO]), KB, 64, 3)
+                T.ptx.wgmma.commit_group.sync.aligned()
+
+            @T.inline
+            def gemm_o(slot):
+                for kk in T.unroll(BN // 16):
+                    T.ptx[mma_o](
+                        *[O[i] for i in range(NO)],
+                        P[kk * 4],
+                        P[kk * 4 + 1],
+                        P[kk * 4 + 2],
+                        P[kk * 4 + 3],
+                        tile_descriptor(dv + T.Cast("uint32", slot * (z.v_tile * 2 // 16)) + T.uint32(kk * 128)),
+                        T.bool(True),
+                        1,
+                        1,
+                        1,
+                    )
+                T.ptx.wgmma.commit_group.sync.aligned()
+
+            @T.inline
+            def round_p():
+                for i in T.unroll(BN // 4):
+                    P[i] = pack(S[i * 2], S[i * 2 + 1])
+
+            if z.pingpong and cw == 1:
+                T.ptx.bar.arrive(T.uint32(_TURNS), T.uint32(256))
+            await_phase(barrier + T.Cast("uint32", (z.unit_full + 0) * 8), 0)
+            go: T.int32 = facts[0, TOKENS]
+            while go > 0:
+                at: T.int32 = odd(units_done)
+                tiles: T.int32 = facts[at, TILES]
+                clear_from: T.int32 = facts[at, CLEAR_FROM]
+                clear_to: T.int32 = facts[at, CLEAR_TO]
                 for i in T.unroll(2):
-                    m[i] = T.float32(NEG)
+                    m[i] = T.float32(float("-inf"))
                     l[i] = T.float32(0)
                 for i in T.unroll(NO):
                     O[i] = T.float32(0)
-                row0: T.int32 = cw * ROWS + (tid // 32) * 16 + lane // 4
-                pos0: T.int32 = pos + T.min(row0 // G, q_len - 1)
-                pos1: T.int32 = pos + T.min((row0 + 8) // G, q_len - 1)
-                lo0: T.int32 = visible_bounds(pos0, end, window, lookahead)[0]
-                hi0: T.int32 = visible_bounds(pos0, end, window, lookahead)[1]
-                lo1: T.int32 = visible_bounds(pos1, end, window, lookahead)[0]
-                hi1: T.int32 = visible_bounds(pos1, end, window, lookahead)[1]
-
-                @T.inline
-                def gemm_s(j):
-                    for kk in T.unroll(D // 16):
-                        T.ptx[mma_s](
-                            *[S[i] for i in range(NS)],
-                            dq + T.Cast("uint64", (kk // 4) * QB + (kk % 4) * 2),
-                            dk + T.Cast("uint64", (j % NST) * (BN * KD * 2 // 16) + (kk // 4) * KB + (kk % 4) * 2),
-                            kk != 0,
-                            1,
-                            1,
-                            0,
-                            0,
-                        )
-                    T.ptx.wgmma.commit_group.sync.aligned()
-
-                @T.inline
-                def gemm_o(j):
-                    for kk in T.unroll(BN // 16):
-                        T.ptx[mma_o](
-                            *[O[i] for i in range(NO)],
-                            P[kk * 4],
-                            P[kk * 4 + 1],
-                            P[kk * 4 + 2],
-                            P[kk * 4 + 3],
-                            dv + T.Cast("uint64", (j % NST) * (BN * VD * 2 // 16) + kk * 128),
-                            T.bool(True),
-                            1,
-                            1,
-                            1,
-                        )
-                    T.ptx.wgmma.commit_group.sync.aligned()
-
-                @T.inline
-                def softmax(j):
-                    if T.Not(plain):
-                        for i in T.unroll(NS):
-                            S[i] = score(S[i], scale_log2, cap_log2, scale_over_cap, tanh)
-                    begin: T.int32 = T.Select(j < old_tiles, first + j * BN, split + (j - old_tiles) * BN)
-                    final: T.int32 = T.Select(j < old_tiles, split - 1, last)
-                    if T.Or(begin + (BN - 1) > T.min(all_hi, final), begin <= all_lo):
-                        for i in T.unroll(NS // 4):
-                            for e in T.unroll(2):
-                                key: T.int32 = begin + i * 8 + (lane % 4) * 2 + e
-                                S[i * 4 + e] = masked(S[i * 4 + e], key, lo0, T.min(hi0, final))
-                                S[i * 4 + 2 + e] = masked(S[i * 4 + 2 + e], key, lo1, T.min(hi1, final))
-                    for h in T.unroll(2):
-                        top[h] = m[h]
-                        for i in T.unroll(NS // 4):
-                            for e in T.unroll(2):
-                                top[h] = T.max(top[h], S[i * 4 + h * 2 + e])
-                        top[h] = quad_max(top[h])
-                        shift[h] = finite_or_zero(top[h]) * factor
-                        keep[h] = exp2(m[h] * factor - shift[h])
-                        m[h] = top[h]
-                        l[h] = l[h] * keep[h]
-                        for i in T.unroll(NS // 4):
-                            for e in T.unroll(2):
-                                S[i * 4 + h * 2 + e] = exp2(S[i * 4 + h * 2 + e] * factor - shift[h])
-                                l[h] = l[h] + S[i * 4 + h * 2 + e]
-
-                @T.inline
-                def round_p():
-                    for i in T.unroll(BN // 4):
-                        P[i] = pack(S[i * 2], S[i * 2 + 1])
-
                 if tiles > 0:
-                    if PP and cw == 1:
-                        T.ptx.bar.arrive(T.uint32(4), T.uint32(256))
-                    T.cuda.mbarrier_wait(k_full.ptr_to([0]), 0)
+                    await_phase(barrier + T.Cast("uint32", (z.q_full + cw) * 8), odd(queries_done))
+                    queries_done = queries_done + T.uint32(1)
+                    await_phase(barrier + T.Cast("uint32", (z.k_full + slot) * 8), parity)
                     T.ptx.fence.proxy.async_.shared__cta()
+                    if z.pingpong:
+                        T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
                     T.ptx.wgmma.fence.sync.aligned()
-                    gemm_s(0)
+                    gemm_s(slot)
+                    if z.pingpong:
+                        T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                     T.ptx.wgmma.wait_group.sync.aligned(0)
-                    if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([0]))
-                    softmax(0)
+                    arrive_if(barrier + T.Cast("uint32", (z.k_empty + slot) * 8), lane == 0)
+                    arrive_if(barrier + T.Cast("uint32", (z.q_empty + cw) * 8), T.And(lane == 0, tiles == 1))
+                    parity = T.Select(slot == NST - 1, parity ^ 1, parity)
+                    slot = T.Select(slot == NST - 1, 0, slot + 1)
+                    softmax(
+                        *(S, m, l, keep, 0, at, facts, clear_from, clear_to),
+                        *(row0, lane, plain, factor),
+                        (scale_log2, cap_log2, scale_over_cap, window, lookahead),
+                    )
                     round_p()
                     for j in T.serial(tiles - 1):
-                        T.cuda.mbarrier_wait(k_full.ptr_to([(j + 1) % NST]), ((j + 1) // NST) % 2)
+                        # The values were asked for before these keys.
+                        await_phase(barrier + T.Cast("uint32", (z.k_full + slot) * 8), parity)
+                        await_phase(barrier + T.Cast("uint32", (z.v_full + v_slot) * 8), v_parity)
                         T.ptx.fence.proxy.async_.shared__cta()
-                        if PP:
-                            T.ptx.bar.sync(T.Cast("uint32", 4 + cw), T.uint32(256))
+                        if z.pingpong:
+                            T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
                         T.ptx.wgmma.fence.sync.aligned()
-                        gemm_s(j + 1)
-                        T.cuda.mbarrier_wait(v_full.ptr_to([j % NST]), (j // NST) % 2)
-                        T.ptx.fence.proxy.async_.shared__cta()
-                        gemm_o(j)
-                        if PP:
-                            T.ptx.bar.arrive(T.Cast("uint32", 5 - cw), T.uint32(256))
+                        gemm_s(slot)
+                        gemm_o(v_slot)
+                        if z.pingpong:
+                            T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
                         T.ptx.wgmma.wait_group.sync.aligned(1)
-                        if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(k_empty.ptr_to([(j + 1) % NST]))
-                        softmax(j + 1)
-                        T.ptx.wgmma.wait_group.sync.aligned(0)
-                        if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(v_empty.ptr_to([j % NST]))
-                        for i in T.unroll(NO // 4):
-                            for e in T.unroll(2):
-                                O[i * 4 + e] = O[i * 4 + e] * keep[0]
-                                O[i * 4 + 2 + e] = O[i * 4 + 2 + e] * keep[1]
-                        round_p()
-                    T.cuda.mbarrier_wait(v_full.ptr_to([(tiles - 1) % NST]), ((tiles - 1) // NST) % 2)
-                    T.ptx.fence.proxy.async_.shared__cta()
-                    T.ptx.wgmma.fence.sync.aligned()
-                    gemm_o(tiles - 1)
-                    T.ptx.wgmma.wait_group.sync.aligned(0)
-                for h in T.unroll(2):
-                    l[h] = quad_sum(l[h])
-                    r: T.int32 = row0 + h * 8
-                    if r < q_len * G:
-                        keep[0] = normaliser(
-                            m[h] * factor,
-                            l[h],
-                            T.Select(part < 0, sinks[hk * G + r % G] * T.float32(LOG2_E), T.float32(NEG)),
-                            exp2,
+                        arrive_if(barrier + T.Cast("uint32", (z.k_empty + slot) * 8), lane == 0)
+                        arrive_if(barrier + T.Cast("uint32", (z.q_empty + cw) * 8), T.And(lane == 0, j == tiles - 2))
+                        parity = T.Select(slot == NST - 1, parity ^ 1, parity)
+                        slot = T.Select(slot == NST - 1, 0, slot + 1)
+                        softmax(
+                            *(S, m, l, keep, j + 1, at, facts, clear_from, clear_to),
+                            *(row0, lane, plain, factor),
+                            (scale_log2, cap_log2, scale_over_cap, window, lookahead),
                         )
-                        keep[1] = natural_lse(m[h] * factor, l[h], log2)
-                        if part < 0:
-                            for i in T.unroll(NO // 4):
-                                store_word(
-                                    out.ptr_to([q_row + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
-                                    pack(O[i * 4 + h * 2] * keep[0], O[i * 4 + h * 2 + 1] * keep[0]),
-                                )
-                            if lane % 4 == 0:
-                                lse[q_row + r // G, hk * G + r % G] = keep[1]
-                        else:
-                            for i in T.unroll(NO // 4):
-                                store_two(
-                                    part_o.ptr_to([part + r // G, hk * G + r % G, i * 8 + (lane % 4) * 2]),
-                                    O[i * 4 + h * 2] * keep[0],
-                                    O[i * 4 + h * 2 + 1] * keep[0],
-                                )
-                            if lane % 4 == 0:
-                                part_lse[part + r // G, hk * G + r % G] = keep[1]
+                        T.ptx.wgmma.wait_group.sync.aligned(0)
+                        arrive_if(barrier + T.Cast("uint32", (z.v_empty + v_slot) * 8), lane == 0)
+                        v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
+                        v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
+                        scale_values(O, keep)
+                        round_p()
+                    await_phase(barrier + T.Cast("uint32", (z.v_full + v_slot) * 8), v_parity)
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    if z.pingpong:
+                        T.ptx.bar.sync(T.Cast("uint32", _TURNS + cw), T.uint32(256))
+                    T.ptx.wgmma.fence.sync.aligned()
+                    gemm_o(v_slot)
+                    if z.pingpong:
+                        T.ptx.bar.arrive(T.Cast("uint32", _TURNS + 1 - cw), T.uint32(256))
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    arrive_if(barrier + T.Cast("uint32", (z.v_empty + v_slot) * 8), lane == 0)
+                    v_parity = T.Select(v_slot == NST - 1, v_parity ^ 1, v_parity)
+                    v_slot = T.Select(v_slot == NST - 1, 0, v_slot + 1)
+                write(*(O, m, l, at, facts, row0, lane, factor, sinks), *(out, lse, part_o, part_lse))
+                T.cuda.warp_sync()
+                arrive_if(barrier + T.Cast("uint32", (z.unit_empty + at) * 8), lane == 0)
+                units_done = units_done + T.uint32(1)
+                await_phase(
+                    barrier + T.Cast("uint32", (z.unit_full + odd(units_done)) * 8),
+                    odd(units_done // T.uint32(2)),
+                )
+                go = facts[odd(units_done), TOKENS]
 
     return paged_extend

@@ -16,6 +16,7 @@ from tilewright.schedules.spaces import (
     cuda_extend,
     cuda_states,
 )
+from tilewright.schedules.spaces.cuda_extend_tiles import ROWS, Tiles
 from tilewright.schedules.spaces.paged_cuda_mma import space as mma_space
 from tilewright.schedules.targets import Target
 from tilewright.schedules.workload import Workload
@@ -25,7 +26,7 @@ _STATES: dict[str, Callable[[Workload, bool], tirx.PrimFunc]] = {
     "write_kv": cuda_states.write_kv,
 }
 # Untuned extend: the first that is legal of (rows, keys, stages, pingpong).
-_EXTEND_DEFAULTS = ((192, 80, 3, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
+_EXTEND_DEFAULTS = ((192, 80, 2, 0), (128, 128, 2, 1), (128, 96, 2, 1), (128, 64, 2, 1), (64, 64, 2, 0), (64, 48, 2, 0))
 # What extend does by the warpgroup products of Hopper; cuda_extend_mma does the rest.
 _WARPGROUP_DIMS, _WARPGROUP_MOST_GROUP = range(64, 193, 16), 64
 _BUSY_WARPS = 8  # of decode, whose loads in flight saturate a multiprocessor's share of the memory
@@ -163,29 +164,28 @@ def _extend(workload: Workload, target: Target, where: str) -> Space:
     if not _hopper(target):
         raise UnsupportedWorkload(f"{where}: extend needs warpgroup products (sm_90a)")
     group = workload.group or 1
-    if group > cuda_extend.ROWS:
-        raise UnsupportedWorkload(f"{where}: group: expected at most {cuda_extend.ROWS}, got {group}")
+    if group > ROWS:
+        raise UnsupportedWorkload(f"{where}: group: expected at most {ROWS}, got {group}")
     choices = {
         "rows": (64, 128, 192),
         "keys": (48, 64, 80, 96, 112, 128, 144, 160, 176),
         "stages": (2, 3),
         "pingpong": (0, 1),
+        "persistent": (0, 1),
+        "lazy": (0, 1),
     }
 
     def legal(n: Decisions) -> bool:
-        if not _inside(n, choices) or (n["pingpong"] and n["rows"] != 2 * cuda_extend.ROWS):
+        if not _inside(n, choices) or (n["pingpong"] and n["rows"] != 2 * ROWS):
             return False
-        used = cuda_extend.shared_elements(workload, n["rows"], n["keys"], n["stages"]) * 2 + _SMALL
-        return (
-            cuda_extend.copies_evenly(workload, n["keys"])
-            and cuda_extend.registers(workload, n["keys"]) <= cuda_extend.most_registers(n["rows"])
-            and used <= _shared_memory(target)
-        )
+        tiles = Tiles(workload, n)
+        fits = tiles.elements * 2 + _SMALL <= _shared_memory(target)
+        return fits and tiles.copies_evenly and tiles.fits_registers
 
     default = next(
         n
         for rows, keys, stages, pingpong in _EXTEND_DEFAULTS
-        if legal(n := {"rows": rows, "keys": keys, "stages": stages, "pingpong": pingpong})
+        if legal(n := {"rows": rows, "keys": keys, "stages": stages, "pingpong": pingpong, "persistent": 1, "lazy": 1})
     )
     return Space(
         choices=choices,

@@ -62,7 +62,7 @@ def test_decode_is_batch_invariant(device, modules, monkeypatch, dtype, size):
 @pytest.mark.parametrize("size", BOTH, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 70}], ids=["plain", "window"])
 def test_extend_is_batch_and_chunk_invariant(device, modules, monkeypatch, dtype, size, options):
-    """P40: the rows of a request alone, beside others, and (not on GPUs) in chunks: the same bits."""
+    """P40: the rows of a request alone, beside others, and in chunks: the same bits."""
     modules.use(size)
     new = 61
     batch = paged_batch(size, [0, 200, 0], [new, 3, 9], dtype=dtype)
@@ -70,7 +70,7 @@ def test_extend_is_batch_and_chunk_invariant(device, modules, monkeypatch, dtype
     slots = torch.arange(1, new + 1)
     table = slots.int()[None]
     pools = [torch.zeros(new + 1, *x.shape[1:], dtype=dtype).index_copy_(0, slots, x[:new]) for x in (batch.k, batch.v)]
-    chunked = ((2, [0, 1, new]), (7, [0, 30, new]), (1, [0, 8, 48, new])) if device.type == "cpu" else ()
+    chunked = ((2, [0, 1, new]), (7, [0, 30, new]), (1, [0, 8, 48, new]))
     for threads, cuts in ((1, [0, new]), (16, [0, new]), *chunked):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for first, last in itertools.pairwise(cuts):

@@ -137,6 +137,21 @@ def test_one_long_context_among_short_ones_is_split(threads):
     assert max(loads) <= 1.15 * sum(loads) / threads
 
 
+@pytest.mark.parametrize("pairs", [[(4096, 512)] * 8, [(30000, 512)], [(100, 700)] * 16, [(0, 8192)]], ids=str)
+def test_gpu_rounds_come_out_even(pairs):
+    """Units dealt out there and back again, as the extend kernel takes them: no worker has much more than the mean."""
+    tiling, heads, workers = Tiling(48, 80, 640), 8, 132
+    work = plan(lengths_of(pairs), tiling, num_kv_heads=heads, threads=workers, gpu=True)
+    costs = np.repeat(work.items[:, 4] + UNIT_KEYS, heads)
+    loads = np.zeros(workers)
+    for turn, begin in enumerate(range(0, len(costs), workers)):
+        units = costs[begin : begin + workers]
+        loads[: len(units)] += units if turn % 2 == 0 else 0
+        loads[workers - len(units) :] += units[::-1] if turn % 2 else 0
+    assert loads.max() <= 1.1 * loads.mean()
+    assert len(work.rows) <= 0.15 * work.items[work.items[:, 8] < 0, 2].sum() or len(pairs) == 1, "few are merged"
+
+
 # What the kernels of the packaged targets have been built with, or like it.
 SHAPES = {
     "decode": Tiling(1, 512, 512),
