@@ -42,7 +42,10 @@ OTHERS = [
     ("paged_extend-bf16-g4-d64", {"chunk": 128, "rows": 64, "block_rows": 16, "qk_rows": 16, "pv_rows": 16}),
     ("paged_extend-bf16-g4-d64", {"rows": 128, "block_rows": 64, "qk_keys": 16, "pv_keys": 128, "pv_rows": 16}),
     ("paged_extend-bf16-g4-d64", {"rows": 64, "block_rows": 64, "prefetch_k": 64, "prefetch_v": 16}),
-    ("paged_extend-bf16-g4-d64", {"rows": 64, "prefetch_level": 1, "prefetch_k": 8, "prefetch_across": 1, "pv_ahead": 4}),
+    (
+        "paged_extend-bf16-g4-d64",
+        {"rows": 64, "prefetch_level": 1, "prefetch_k": 8, "prefetch_across": 1, "pv_ahead": 4},
+    ),
     # All eight tile registers, in two shapes.
     ("paged_extend-bf16-g3-d64", {"qk_rows": 32, "qk_keys": 32, "pv_rows": 16, "pv_columns": 64, "qk_ahead": 1}),
 ]
