@@ -60,9 +60,9 @@ def _gpu_extends(dtype: str) -> list[Workload]:
 
 def general_of(workload: Workload, device: str) -> Workload | None:
     """The general kernel that serves the workload too, on a "cpu" or "cuda" device; None where there is none."""
-    dims = (workload.head_dim_qk, workload.head_dim_vo)
-    if workload.operator in ("merge", "write_kv") or dims[0] is None or dims[1] is None:
+    if workload.head_dim_qk is None or workload.head_dim_vo is None:
         return None
+    dims = (workload.head_dim_qk, workload.head_dim_vo)
     if device == "cuda":
         whole = 8 if workload.kv_dtype is None else 16
         if workload.operator != "paged_extend" or max(dims) > GPU_GENERAL_DIM or any(dim % whole for dim in dims):

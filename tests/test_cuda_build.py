@@ -1,5 +1,6 @@
 """CUDA modules as they are built on a machine without a GPU: the instructions meant are there, nothing is spilled."""
 
+import json
 import os
 import subprocess
 import sys
@@ -83,33 +84,33 @@ def test_machine_code_is_what_was_meant(kernels, target):
         assert kernel.name == f"{workload.operator}_kernel"
         assert kernel.stack == 0, f"{workload.name}: {kernel.stack} bytes of local memory a thread"
         assert count["LDL"] == count["STL"] == 0, workload.name
-        default = get_space(workload, target).default
-        by_warps = "columns" in default  # extend by mma.sync
+        decisions = json.loads((default_root() / target / workload.name / "record.json").read_text())["decisions"]
+        by_warps = "columns" in decisions  # extend by mma.sync
         dims = (workload.head_dim_qk or 0, workload.head_dim_vo or 0)
         wide = workload.operator == "paged_decode" and max(dims) > 256
         most = MOST_OF_WIDE if wide else MOST_REGISTERS_MMA if by_warps else MOST_REGISTERS[workload.operator]
         assert kernel.registers <= most, workload.name
         if wide:
-            warps = get_space(workload, target).default["warps"]
+            warps = decisions["warps"]
             # A warp scores eight keys, and multiplies all of the tile with its share of the columns of V.
             values = warps // 2 * (dims[1] // 16 // warps)
             assert count["HMMA"] == dims[0] // 16 + 2 * values and count["HGMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["LDSM"] == dims[0] // 32 + warps // 2 + values, workload.name
         elif workload.operator == "paged_decode":
             per = 32 if workload.kv_dtype else 16  # columns that a load brings
-            # A tile of 16 keys: two products for every 16 columns of K and every 16 of V.
-            assert count["HMMA"] == 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
-            assert count["LDGSTS"] > 0 and count["LDSM"] == sum(dims) // per, workload.name
+            parts = decisions["keys"] // 16  # of a tile: two products for every 16 columns of K and every 16 of V
+            assert count["HMMA"] == parts * 2 * (dims[0] // 16 + dims[1] // 16) and count["HGMMA"] == 0, workload.name
+            assert count["LDGSTS"] > 0 and count["LDSM"] == parts * sum(dims) // per, workload.name
         elif by_warps:
-            blocks = default["rows"] * default["columns"] // (16 * default["warps"])
-            keys, columns = default["keys"], default["columns"]
+            blocks = decisions["rows"] * decisions["columns"] // (16 * decisions["warps"])
+            keys, columns = decisions["keys"], decisions["columns"]
             # Of values, eight columns that are there: the compiler leaves out what is beyond them.
             part = dims[1] // 8 if columns == 1 else -(-dims[1] // 16) * 2 // columns
             scores = blocks * (keys // columns // 8) * -(-dims[0] // 16)
             assert count["HMMA"] == scores + blocks * part * (keys // 16) and count["HGMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["LDSM"] > 0, workload.name
         elif workload.operator == "paged_extend":
-            keys = default["keys"]
+            keys = decisions["keys"]
             # Scores and values, in the loop and once before and after it.
             assert count["HGMMA"] == 2 * (dims[0] // 16 + keys // 16) and count["HMMA"] == 0, workload.name
             assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 2, workload.name

@@ -61,6 +61,8 @@ def test_the_inputs_know_right_from_wrong(operator, dtype, tmp_path):
 def test_trees_are_not_searched():
     with pytest.raises(ValueError, match="paged_extend-bf16-g4-d128-tree: there is nothing to search"):
         inputs.check_operator(Workload("paged_extend", "bf16", 4, 128, 128, tree=True))
+
+
 def test_a_mix_runs_each_batch_so_often_and_is_right_where_all_are(monkeypatch, tmp_path):
     workload = Workload("paged_decode", "bf16", 4, 64, 64)
     mix = Mix(((2, Paged(((16, 1), (0, 1)), 2)), (3, Paged(((7, 1),), 1))))
