@@ -212,8 +212,8 @@ def extend_attention(
         page_size: as in decode.
         out: as in decode, [T, Hq, Dv].
         return_lse: as in decode.
-        batch_invariant: also the same however the request was cut into chunks. With an fp8 pool k and v must be None: write
-            the new keys first (`write_kv`), so that a key is the same number to all chunks.
+        batch_invariant: also the same however the request was cut into chunks. With an fp8 pool k and v must be None:
+            write the new keys first (`write_kv`), so that a key is the same number to all chunks.
         plan: of `plan_extend`, with the same causal and window.
 
     Returns:
