@@ -437,7 +437,7 @@ def test_both_targets_get_the_same_schedule():
     [
         "paged_decode-f32-g4-d128",
         "paged_decode-bf16-general",
-        "paged_decode-bf16-g4-d80",
+        "paged_decode-bf16-g4-d72",
         "paged_extend-bf16-g4-d64v24",
         "merge-bf16",
     ],

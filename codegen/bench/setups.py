@@ -114,7 +114,9 @@ class Roots:
         kernel.cache_clear()
         for item in needed(workload):
             sizes = (item.group, item.head_dim_qk, item.head_dim_vo)
-            kernel(item.operator, item.dtype, *sizes, CPU, item.kv_dtype, item.tree)
+            # As the calls ask for them: what is remembered goes by the arguments given.
+            options = (item.kv_dtype, item.tree) if item.operator.startswith("paged") else ()
+            kernel(item.operator, item.dtype, *sizes, CPU, *options)
 
 
 def copies(data: int, cold: int) -> int:

@@ -174,7 +174,7 @@ def test_a_missing_gpu_is_told():
 
 def test_the_preset_has_what_the_target_has():
     assert command._preset(TARGET) == [DECODE, EXTEND]
-    assert command._preset("cuda-sm80") == [DECODE]
+    assert command._preset("cuda-sm80") == [DECODE, EXTEND]
     assert len(command._preset("auto")) == 4
 
 

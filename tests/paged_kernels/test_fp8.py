@@ -72,7 +72,7 @@ def test_every_code(device, modules, flush_denormals, decode):
         keys = torch.zeros(len(v_buffer), 1, dim, dtype=BF16).to(E4M3)
         out, _ = attend(decode, q, keys, v_buffer, v_scale=0.5)
         wanted = (values / 2).to(BF16).view(-1, 1, dim).expand(out.shape)
-        assert torch.equal(out.cpu().nan_to_num(7), wanted.nan_to_num(7))
+        assert torch.equal(out.cpu().nan_to_num(7), wanted.cpu().nan_to_num(7))
         # Each code in another column of its key.
         keys = torch.zeros(256, 1, dim, dtype=BF16)
         keys[torch.arange(256), 0, torch.arange(256) % dim] = all_codes(256).to(BF16)
@@ -80,7 +80,7 @@ def test_every_code(device, modules, flush_denormals, decode):
         zeros = torch.zeros(256, 1, dim, dtype=BF16).to(E4M3)
         _, lse = attend(decode, q, keys.to(E4M3), zeros, sm_scale=1.0, k_scale=0.5)
         wanted = (values / 2).float()[:, None].expand(lse.shape)
-        torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+        torch.testing.assert_close(lse.cpu(), wanted.cpu(), rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
