@@ -350,24 +350,6 @@ def test_extend_lengths(size, dtype, split, pooled):
     extend(size, dtype, EXTENDS, split=split, pooled=POOLED[pooled], heads=3).check()
 
 
-OPTIONS = {
-    "window-1": Options(window=1),
-    "window-5": Options(window=5),
-    "window-130": Options(window=130),
-    "cap-1": Options(cap=1.0),
-    "cap-30": Options(cap=30.0),
-    "cap-1e5": Options(cap=1e5),
-    "cap-window": Options(cap=20.0, window=70),
-    "scale": Options(scale=0.3),
-    "scale-negative": Options(scale=-0.05),
-    "scale-zero": Options(scale=0.0),
-    "not-causal": Options(lookahead=OFF),
-    "lookahead-window": Options(lookahead=3, window=40),
-    "sinks": Options(sinks=[0.5, -math.inf, 3.0]),
-    "sinks-huge": Options(sinks=[200.0, 5.0, -200.0]),
-}
-
-
 # Beside the catalogue, where they have been built: `tilewright build` makes any of them.
 BESIDE = [
     "paged_extend-bf16-g8-d80-tree", "paged_extend-bf16-kvfp8-g5-d96", "paged_extend-fp16-kvfp8-g3-d192v128",

@@ -71,18 +71,6 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ah
     if not products_fit((rows, columns, depth)):
         raise ValueError(f"bf16_product: {size} holds more tiles at once than there are registers ({TILE_REGISTERS})")
 
-    def description() -> None:
-        a = _matrix("A", (rows, depth), "bfloat16")
-        b = _matrix("B", (depth // 2, columns, 2), "bfloat16")
-        c = _matrix("C", (rows, columns), "float32")
-        with T.sblock("root"):
-            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
-            T.writes(c[0:rows, 0:columns])
-            with T.grid(rows, columns, depth) as loops, T.sblock("product"):
-                i, j, k = T.axis.remap("SSR", loops)
-                product = a[i, k].astype("float32") * b[k // 2, j, k % 2].astype("float32")
-                T.buffer_store(c, c[i, j] + product, [i, j])
-
     def implementation() -> None:
         a_row, b_row, c_row = _sizes("A_row", "B_row", "C_row")
         a = _matrix("A", (rows, depth), "bfloat16", [a_row, 1])
@@ -110,7 +98,21 @@ def bf16_product(rows: int, columns: int, depth: int, *, fresh: bool = False, ah
                 _store(m, n, _address(c, i, j), c_bytes, sums[i, j])
 
     name = f"amx_bf16_product_{rows}x{columns}x{depth}" + ("_fresh" if fresh else "") + ("_ahead" if ahead else "")
-    return _register(name, description, implementation)
+    return _register(name, lambda: _product(rows, columns, depth), implementation)
+
+
+def _product(rows: int, columns: int, depth: int) -> None:
+    """What a product of tiles computes: C += A B, B in pairs of rows."""
+    a = _matrix("A", (rows, depth), "bfloat16")
+    b = _matrix("B", (depth // 2, columns, 2), "bfloat16")
+    c = _matrix("C", (rows, columns), "float32")
+    with T.sblock("root"):
+        T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
+        T.writes(c[0:rows, 0:columns])
+        with T.grid(rows, columns, depth) as loops, T.sblock("product"):
+            i, j, k = T.axis.remap("SSR", loops)
+            product = a[i, k].astype("float32") * b[k // 2, j, k % 2].astype("float32")
+            T.buffer_store(c, c[i, j] + product, [i, j])
 
 
 def products_fit(*sizes: tuple[int, int, int]) -> bool:
@@ -163,18 +165,6 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
             f"bf16_product_over: {rows} x {columns} holds more tiles than there are registers ({TILE_REGISTERS})"
         )
 
-    def description() -> None:
-        a = _matrix("A", (rows, depth), "bfloat16")
-        b = _matrix("B", (depth // 2, columns, 2), "bfloat16")
-        c = _matrix("C", (rows, columns), "float32")
-        with T.sblock("root"):
-            T.reads(c[0:rows, 0:columns], a[0:rows, 0:depth], b[0 : depth // 2, 0:columns, 0:2])
-            T.writes(c[0:rows, 0:columns])
-            with T.grid(rows, columns, depth) as loops, T.sblock("product"):
-                i, j, k = T.axis.remap("SSR", loops)
-                product = a[i, k].astype("float32") * b[k // 2, j, k % 2].astype("float32")
-                T.buffer_store(c, c[i, j] + product, [i, j])
-
     def implementation() -> None:
         a_row, b_row, c_row = _sizes("A_row", "B_row", "C_row")
         a = _matrix("A", (rows, depth), "bfloat16", [a_row, 1])
@@ -194,7 +184,7 @@ def bf16_product_over(rows: int, columns: int, depth: int, step: int, ahead: int
                 )
 
     name = f"amx_bf16_product_over_{rows}x{columns}x{depth}by{step}_ahead{ahead}"
-    return _register(name, description, implementation)
+    return _register(name, lambda: _product(rows, columns, depth), implementation)
 
 
 def product_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:

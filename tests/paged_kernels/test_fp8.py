@@ -26,16 +26,6 @@ SCALES = {"k_scale": 0.5, "v_scale": 0.25}
 SIZES = [SPECIAL[0], GENERAL[0], GENERAL[3], GENERAL[2], Size(576, 512, 4, 1, aliased=True), GENERAL[6]]
 
 
-@pytest.fixture(autouse=True)
-def in_catalogue(request):
-    """Tests on a GPU wait for its kernels to be in the catalogue."""
-    device = request.getfixturevalue("device") if "device" in request.fixturenames else None
-    if device is not None and device.type == "cuda":
-        names = {w.operator for w in all_workloads("cuda-sm90a") if w.kv_dtype}
-        if not {"paged_decode", "paged_extend", "write_kv"} <= names:
-            pytest.skip("cuda-sm90a has no fp8 kernels in its catalogue yet")
-
-
 @pytest.fixture(params=[False, True], ids=["denormals", "flushed"])
 def flush_denormals(request):
     torch.set_flush_denormal(request.param)
